@@ -6,11 +6,13 @@ is the root and the examples lie below it.
 
 from __future__ import annotations
 
+import html
 import os
 import re
 from pathlib import Path
 from typing import Any
 
+from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -27,7 +29,7 @@ def on_files(files: Files, config: Any) -> Files:
     # examples/projects are templates of `gspo init`, not pages.
     left_out = {"__pycache__", "projects"}
     inside = [file for file in (ROOT / "examples").rglob("*") if file.is_file() and not left_out & {*file.parts}]
-    for file in [*inside, ROOT / "LOG.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]:
+    for file in [*inside, ROOT / "LOG.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md"]:
         files.append(File.generated(config, str(file.relative_to(ROOT)), abs_src_path=str(file)))
     return files
 
@@ -47,3 +49,16 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
         return f"{image}[{text}]({os.path.relpath(uri, Path(page.file.src_uri).parent)}{anchor})"
 
     return LINK.sub(link, markdown)
+
+
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Formulas of a page, which arithmatex has marked, as MathML."""
+
+    def formula(found: re.Match[str]) -> str:
+        shown = "block" if found[2] == "[" else "inline"
+        return f'<{found[1]} class="formula">{convert(html.unescape(found[3]).strip(), display=shown)}</{found[1]}>'
+
+    return FORMULA.sub(formula, content)

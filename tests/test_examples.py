@@ -54,6 +54,7 @@ def _skip_if_missing(path: Path) -> None:
         pytest.skip("mujoco is not installed: pip install 'gspo[robotics]'")
 
 
+@pytest.mark.run  # bubblewrap is started for programs
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_doctor_finds_no_problem_in_a_shipped_config(path, capsys):
     if path.stem == PROGRAMS and unavailable():

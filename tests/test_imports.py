@@ -19,7 +19,7 @@ FLOORS = {
     name: floor
     for floor, names in enumerate(
         (
-            ("types", "errors", "algorithms", "rng", "faults", "stats", "shipped", "system"),
+            ("types", "errors", "algorithms", "rng", "faults", "stats", "diagnosis", "shipped", "system"),
             ("config",),
             ("objectives",),
             ("models", "data", "rewards"),
@@ -36,7 +36,7 @@ FLOORS = {
     )
     for name in names
 }
-REPORT_MAY_IMPORT = {"types", "errors", "stats", "system", "report"}
+REPORT_MAY_IMPORT = {"types", "errors", "stats", "diagnosis", "system", "report"}
 
 
 def room_of(module: str) -> str:
@@ -152,6 +152,26 @@ def test_a_wrong_import_is_found(module, code):
 def test_right_imports_are_let_through():
     code = "import json\nfrom gspo.types import Sample\nfrom gspo.config import load\nfrom gspo.sampling import api"
     assert not violations("gspo.train.loop", ast.parse(code))
+
+
+MAX_STATEMENT_LINES = 72
+
+
+def long_functions(tree: ast.AST) -> list[str]:
+    """Functions with more lines than a reader sees at once; the docstring is not counted."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[min(ast.get_docstring(node) is not None, len(node.body) - 1)]
+            if (node.end_lineno or 0) - first.lineno >= MAX_STATEMENT_LINES:
+                found.append(node.name)
+    return found
+
+
+def test_a_function_has_fits_on_a_screen():
+    assert [(module, long) for module, tree, _ in modules() if (long := long_functions(tree))] == []
+    body = "\n".join(["    x = 1"] * (MAX_STATEMENT_LINES + 1))
+    assert long_functions(ast.parse(f'def f():\n    """One\n\n    line."""\n{body}')) == ["f"]
 
 
 def heavy_modules_after(code: str, *args: str) -> list[str]:

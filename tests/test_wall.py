@@ -1,7 +1,7 @@
 """The wall: what a run needs is core, and the core reaches everything else by a name (`system.imports.by_name`).
 
 A file is core if the trainer imports it at module level. The quick-start executes core files only, besides the checks
-before its first step (AT_START). CONTRIBUTING.md has the rule.
+before its first step (AT_START). ARCHITECTURE.md has the rule.
 """
 
 import ast

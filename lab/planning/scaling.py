@@ -29,7 +29,7 @@ EIGHTH = SerialCost(LEADER.sample_s / 8, LEADER.token_s / 8)
 MODES = {
     "synchronous": "η = 0, all GPUs sample, then all train",
     "asynchronous": f"η = {ETA}, the best split of the GPUs",
-    "planned": f"η = {ETA}, after the plan of CONTRIBUTING.md: pipelined weights, eight producers",
+    "planned": f"η = {ETA}, after the plan of docs/scaling.md: pipelined weights, eight producers",
 }
 BEGIN, END = "<!-- simulated: `python -m lab.planning.scaling` -->", "<!-- end of simulated -->"
 # Published runs: GPU, GPUs, mean and spread of lengths, most new tokens, η, seconds per step without and with η.

@@ -84,7 +84,7 @@ def test_results_of_another_config_are_not_used(tmp_path):
     stale = [record("gspo ε=2e-3", seed, {"gain": 0.9}, digest="0123") for seed in (1, 2)]
     results.write_records(tmp_path, STUDY, stale)
     assert results.current(STUDY, results.read_records(tmp_path, "clipping")) == []
-    job = plan.jobs(STUDY, only="gspo ε=2e-3")[0]
+    job = plan.jobs(STUDY, plan.Choice(only="gspo ε=2e-3"))[0]
     assert not results.done(stale, job)
     assert results.done(filled([(0.1, 0.9)], [(0.1, 0.9)]), job)
 

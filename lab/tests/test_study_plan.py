@@ -60,7 +60,7 @@ def test_a_digest_follows_what_decides_a_run_and_nothing_else():
     assert plan.config_digest(plan.configured(study, {**arm, "cluster.fileroot": "elsewhere"}, 1)) == first
     second = plan.config_digest(plan.configured(study, arm, 2))
     assert second != first
-    assert [job.digest for job in plan.jobs(study, only="gspo ε=2e-3", num_seeds=2)] == [first, second]
+    assert [job.digest for job in plan.jobs(study, plan.Choice(only="gspo ε=2e-3", num_seeds=2))] == [first, second]
     assert plan.config_digest(plan.configured(study, {**arm, "actor.eps_clip": 0.0021}, 1)) != first
     # What the algorithm brings is part of it, too.
     decided = plan.set_keys(plan.configured(study, {"algorithm": "cispo"}, 1))
@@ -96,10 +96,10 @@ def test_every_arm_of_a_tuned_study_tries_the_same_points_on_the_same_seeds_apar
 def test_choices_of_a_run_narrow_the_jobs():
     study = STUDIES["presets"]
     assert len(plan.jobs(study)) == len(study.arms) * len(study.tasks) * len(study.seeds)
-    assert len(plan.jobs(study, full=True)) > len(plan.jobs(study))
-    assert {job.arm.partition(" @ ")[0] for job in plan.jobs(study, only="grpo", num_seeds=1)} == {"grpo"}
+    assert len(plan.jobs(study, plan.Choice(full=True))) > len(plan.jobs(study))
+    assert {job.arm.partition(" @ ")[0] for job in plan.jobs(study, plan.Choice(only="grpo", num_seeds=1))} == {"grpo"}
     with pytest.raises(ConfigError, match="no arm 'nobody'"):
-        plan.jobs(study, only="nobody")
+        plan.jobs(study, plan.Choice(only="nobody"))
     with pytest.raises(ConfigError, match="available: identity"):
         plan.find_study("nothing")
 
@@ -125,7 +125,9 @@ def test_a_key_that_the_schema_lost_does_not_make_a_result_invalid(name):
 def test_a_reward_that_moved_to_another_module_is_still_the_recorded_experiment():
     study = plan.find_study("clipping")
     recorded = json.loads(results.results_file(ROOT / "docs", "clipping").read_text())["configs"]
-    jobs = [job for job in plan.jobs(study, full=True) if "gspo.studies.control:coin" in str(job.overrides)]
+    jobs = [
+        job for job in plan.jobs(study, plan.Choice(full=True)) if "gspo.studies.control:coin" in str(job.overrides)
+    ]
     assert jobs
     for job in jobs:
         assert "gspo.lab.studies.control:coin" in str(recorded[job.digest])

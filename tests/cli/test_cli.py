@@ -14,6 +14,8 @@ import gspo
 from gspo.algorithms import ALGORITHMS
 from gspo.cli import main as cli
 from gspo.errors import ConfigError, RolloutError
+from gspo.launcher import LAUNCHERS
+from gspo.system import by_name
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "math"
 GSPO_YAML = str(EXAMPLES / "gsm8k_gspo.yaml")
@@ -298,11 +300,17 @@ def test_new_takes_the_first_free_trial_name(tmp_path):
     assert names == ["t", "t-2", "t-3"]
 
 
+def test_the_table_of_verbs_names_functions_and_the_launchers():
+    for verb in cli.VERBS.values():
+        assert verb.run.startswith("lab.") or callable(by_name(verb.run))
+    assert tuple(cli.VERBS["train"].arguments["--on"]["choices"]) == LAUNCHERS
+
+
 def test_a_broken_pipe_that_is_not_stdout_is_an_error(monkeypatch):
     def lose_a_server(_):
         raise BrokenPipeError("the server left")
 
-    monkeypatch.setitem(cli.VERBS, "objectives", cli.VERBS["objectives"]._replace(run=lose_a_server))
+    monkeypatch.setattr("gspo.cli.common.objectives", lose_a_server)
     with open(os.devnull, "w") as out:
         monkeypatch.setattr(sys, "stdout", out)
         with pytest.raises(BrokenPipeError):

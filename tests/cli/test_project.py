@@ -13,12 +13,15 @@ import pytest
 import yaml
 
 from gspo.cli import main as cli
-from gspo.cli.project import SCHEMA, SHELLS, TASKS, completion_script, write_project
+from gspo.cli.project import SCHEMA, completion_script, write_project
 from gspo.errors import ConfigError
 from gspo.report import read_metrics
 from gspo.rewards import unavailable
 
 ONE_STEP = ("total_train_steps=1", "train_dataset.batch_size=4", "evaluator.size=4", "threads=1")
+
+TASKS = cli.VERBS["init"].arguments["--task"]["choices"]
+SHELLS = cli.VERBS["completion"].arguments["shell"]["choices"]
 
 
 @pytest.mark.parametrize("task", TASKS)

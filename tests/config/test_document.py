@@ -11,11 +11,11 @@ import yaml
 from areal_files import NEW, OLD
 
 from gspo.algorithms import ALGORITHMS
-from gspo.cli.document import document
 from gspo.config import config_fingerprint, dump, effective_objective, load, write_origins
 from gspo.config.resolve import read_origins
 from gspo.config.schema import known_keys
 from gspo.migrate import rules
+from lab.pages import document
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))

@@ -9,8 +9,8 @@ import jsonschema
 import pytest
 import yaml
 
-from gspo.cli.document import json_schema
 from gspo.cli.main import main
+from gspo.cli.schema import json_schema
 from gspo.config import load
 from gspo.config.schema import known_keys
 from gspo.config.yaml_tree import read

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gspo.cli.main import VERBS, command_page
+from gspo.cli.main import VERBS
+from lab.pages import command_page
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -16,7 +17,7 @@ EXAMPLES = [
     path for path in (ROOT / "examples").iterdir() if path.is_dir() and path.name[0] != "_" and path.name != "projects"
 ]
 PAGES = [*sorted(DOCS.glob("*.md")), *sorted(folder / "README.md" for folder in EXAMPLES)]
-PAGES += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LOG.md")]
+PAGES += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md", "LOG.md")]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 SITE = ROOT / ".venv-docs" / "bin" / "mkdocs"
 
@@ -61,7 +62,12 @@ def test_every_page_is_in_the_sites_contents():
     nav = nav_pages(yaml.load((ROOT / "mkdocs.yml").read_text(), _Loader)["nav"])
     assert len(nav) == len(set(nav))
     listed = {page for page in nav if not page.startswith(("examples/", "notebooks/"))}
-    assert listed == {page.name for page in DOCS.glob("*.md")} | {"LOG.md", "CHANGELOG.md", "CONTRIBUTING.md"}
+    assert listed == {page.name for page in DOCS.glob("*.md")} | {
+        "LOG.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "ARCHITECTURE.md",
+    }
     assert {page for page in nav if page.startswith("examples/")} == {
         f"examples/{it.name}/README.md" for it in EXAMPLES
     }

@@ -10,10 +10,11 @@ from made_batches import make_batch, make_group, plain_logp, uneven_groups, with
 from made_steps import adamw, assert_same_weights, descend, make_plan, plain_step, run, sgd, weights
 
 from gspo.algorithms import ALGORITHMS
+from gspo.diagnosis import PATIENCE, Diagnosis
 from gspo.learner import step as step_module
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.step import train_step
-from gspo.monitor import PATIENCE, alarms, step_metrics
+from gspo.monitor import step_metrics
 
 
 def assert_same_updates(groups, plan, *, proximal="recompute", lr=1.0, tolerance=1e-10, **assembly):
@@ -143,11 +144,9 @@ def test_detaching_in_every_mini_batch_is_seen_as_a_ratio_stuck_at_1(monkeypatch
     report = run(model, batch, make_plan(num_minibatches=3), lr=0.05)
     assert report.grad_norms[0] > 0
     assert (report.log_s[batch.has_gradient] == 0).all()
-    counts, said = {}, []
-    for _ in range(PATIENCE):
-        metrics = step_metrics(batch, report, 0)
-        said += alarms(metrics, counts, clips=True, num_updates=3, own_forward=True)
-    assert any("every ratio was exactly 1" in message for message in said)
+    diagnosis = Diagnosis(groups=2, num_updates=3, by_sequence=True)
+    rows = ({"step": step, **step_metrics(batch, report, 0)} for step in range(1, PATIENCE + 1))
+    assert any("every ratio was exactly 1" in found.text for row in rows for found in diagnosis.see(row))
 
 
 # Several passes over a batch
@@ -175,10 +174,11 @@ def test_with_two_passes_ratios_are_those_of_the_last_pass_and_the_first_update_
     report = run(model, batch, make_plan(num_minibatches=2, num_epochs=2, settings=wide), lr=0.05)
     metrics = step_metrics(batch, report, 0)
     assert metrics["ratio/first_minibatch_max_abs"] == 0.0
-    assert not list(alarms(metrics, {}, clips=True, num_updates=4, own_forward=True))
+    found = Diagnosis(groups=2, num_updates=4, by_sequence=True).see({"step": 2, **metrics})
+    assert "first mini-batch" not in {finding.name for finding in found}
     moved = np.abs(report.log_s[np.isfinite(report.log_s)])
     assert metrics["ratio/log_s_max_abs"] == moved.max() > 1e-4
-    assert (report.log_s[batch.minibatch == 0] != 0).any()  # the alarm would see these
+    assert (report.log_s[batch.minibatch == 0] != 0).any()  # a finding would name these
 
 
 def test_later_passes_take_the_mini_batches_in_an_order_keyed_by_seed_and_version():

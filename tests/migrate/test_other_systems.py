@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from gspo import migrate
-from gspo.cli.document import migrating
 from gspo.config import known_keys, load
 from gspo.errors import ConfigError
 from gspo.migrate.other_systems import find, foreign_keys
+from lab.pages import migrating
 
 TABLES = Path(migrate.__path__[0])
 PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"

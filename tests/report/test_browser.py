@@ -122,7 +122,7 @@ def run(tmp_path):
 def test_the_page_loads_answers_searches_and_shows_values_under_the_pointer(run, visit):
     page = visit(write_report(run).as_uri())
     assert page.locator("h1").inner_text() == "exp/trial"
-    assert page.locator(".card").count() == 5
+    assert page.locator(".card").count() == 6
     assert "30.0\xa0% → 90.0\xa0%" in page.locator(".card").first.inner_text()
     chart = page.locator("#curve-charts .chart").first.locator(".u-over")
     box = chart.bounding_box()

@@ -149,18 +149,6 @@ def test_other_sources_of_the_proximal_policy_take_stale_samples_too(tmp_path, t
         assert first[-1] > 1e-4
 
 
-def test_a_run_that_is_stale_and_mostly_clipped_is_told_to_decouple():
-    from gspo.monitor import PATIENCE, alarms
-
-    row = {"clip/sequences_low": 0.4, "clip/sequences_high": 0.3, "staleness/max": 4, "policy/proximal": "rollout"}
-    counts = {"most clipped": PATIENCE - 1}
-    assert "actor.use_decoupled_loss=true" in next(iter(alarms(row, counts, clips=True, num_updates=2,
-                                                               own_forward=False)))  # fmt: skip
-    counts = {"most clipped": PATIENCE - 1}
-    fresh = row | {"staleness/max": 0}
-    assert "actor.eps_clip" in next(iter(alarms(fresh, counts, clips=True, num_updates=2, own_forward=False)))
-
-
 # Killed
 
 KILLED = ("rollout.max_head_offpolicyness=2", "actor.use_decoupled_loss=true", "total_train_steps=8")

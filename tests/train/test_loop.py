@@ -28,8 +28,9 @@ from training_runs import (
 from gspo.algorithms import ALGORITHMS
 from gspo.config import load
 from gspo.data import make_dataset
+from gspo.diagnosis import TOTAL
 from gspo.errors import CheckpointError, ConfigError, TrainingError
-from gspo.monitor import PATIENCE, Lines, LivePanel
+from gspo.monitor import Lines, LivePanel
 from gspo.rollout import single_turn
 from gspo.runs import checkpoint
 from gspo.system import read_jsonl
@@ -702,17 +703,17 @@ def test_non_finite_gradients_touch_nothing_and_end_the_run_with_a_typed_error(t
     assert metrics(path)[3]["grad/skipped_updates"] == 0
 
 
-def test_an_alarm_is_said_and_with_on_alarm_stop_ends_the_run_without_losing_a_step(tmp_path, capsys):
-    dull = ("actor.optimizer.lr=0", f"total_train_steps={PATIENCE + 1}", "train_dataset.batch_size=2",
+def test_a_finding_is_told_and_with_on_alarm_stop_ends_the_run_without_losing_a_step(tmp_path, capsys):
+    dull = ("actor.optimizer.lr=0", f"total_train_steps={TOTAL + 1}", "train_dataset.batch_size=2",
             "evaluator.size=1", "gconfig.max_new_tokens=2", "actor.eps_clip=0.2",
             "evaluator.at_start=false")  # fmt: skip
-    with pytest.raises(TrainingError, match="equal rewards for 20 steps"):
+    with pytest.raises(TrainingError, match="every reward was 0 for 3 steps"):
         train(tmp_path, *dull, "on_alarm=stop")
-    assert checkpoint.steps(path_of(tmp_path) / "checkpoints")[-1] == PATIENCE
-    assert f"alarm at step {PATIENCE}: every group had equal rewards" in capsys.readouterr().out
+    assert checkpoint.steps(path_of(tmp_path) / "checkpoints")[-1] == TOTAL
+    assert f"warning at step {TOTAL}: every reward was 0" in capsys.readouterr().out
     trainer, path = train(tmp_path, *dull, "on_alarm=warn")
-    assert trainer.parts.state.step == PATIENCE + 1
-    assert [row["step"] for row in metrics(path)] == list(range(1, PATIENCE + 2))
+    assert trainer.parts.state.step == TOTAL + 1
+    assert [row["step"] for row in metrics(path)] == list(range(1, TOTAL + 2))
 
 
 @pytest.mark.full

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from gspo.audit.foreign import Draft
 from gspo.config import Loaded, Origin, load, write_origins
 from gspo.doctor import batch_section, objective_section, policy_section
 from gspo.errors import ConfigError
-from gspo.lint import Facts, Finding, data, facts_of, objective
-from gspo.system import to_json, write_run_file
+from gspo.lint import Facts, Finding, facts_of, objective
+from gspo.system import by_name, parse_yaml, to_json, write_run_file
 
 
 def write_audit(run: Path, draft: Draft, *, version: str, source: str, unknown: Sequence[str]) -> dict[str, Any]:
@@ -58,66 +58,10 @@ def nested(keys: dict[str, Any]) -> dict[str, Any]:
     return root
 
 
-Rule = Callable[[Facts], Iterator[Finding]]
-_A = "actor_rollout_ref.actor."
-_EPS = {  # {eps}: Facts.usual_eps
-    "TRL": "set epsilon and epsilon_high to {eps}",
-    "ms-swift": "set --epsilon and --epsilon_high to {eps}",
-    "verl": f"set {_A}clip_ratio_low and {_A}clip_ratio_high to {{eps}}",
-}
-
-# The lint rules that apply to these trainers, with the remedy for each. Other rules are about parts that gspo has.
-REMEDIES: Mapping[Rule, Mapping[str, str]] = {
-    objective.too_wide_for_a_sequence: _EPS,
-    objective.too_narrow_for_short_completions: _EPS,
-    objective.too_narrow_for_a_token: {
-        "TRL": "set epsilon=0.2, or for GSPO importance_sampling_level=sequence",
-        "ms-swift": "set --epsilon 0.2, or for GSPO --importance_sampling_level sequence",
-        "verl": f"set {_A}clip_ratio_low and {_A}clip_ratio_high to 0.2, or for GSPO {_A}policy_loss.loss_mode=gspo",
-    },
-    objective.lower_bound_at_zero: {
-        "TRL": "set epsilon below 1",
-        "ms-swift": "set --epsilon below 1",
-        "verl": f"set {_A}clip_ratio_low below 1",
-    },
-    objective.ratio_always_one: {
-        "TRL": "set steps_per_generation to 4 × gradient_accumulation_steps, and divide gradient_accumulation_steps or "
-        "per_device_train_batch_size by 4 to keep the size of the rollout batch",
-        "ms-swift": "set --steps_per_generation to 4 × gradient_accumulation_steps, and divide "
-        "gradient_accumulation_steps or per_device_train_batch_size by 4 to keep the size of the rollout batch",
-        "verl": f"set {_A}ppo_mini_batch_size to a quarter of data.train_batch_size",
-    },
-    objective.token_aggregation: {
-        "TRL": "set loss_type=grpo (the paper) or loss_type=luspo",
-        "ms-swift": "set --loss_type grpo (the paper)",
-        "verl": f"set {_A}loss_agg_mode=seq-mean-token-mean",
-    },
-    objective.group_of_one: {
-        "TRL": "set num_generations=8",
-        "ms-swift": "set --num_generations 8",
-        "verl": "set actor_rollout_ref.rollout.n=8",
-    },
-    data.no_randomness: {
-        "TRL": "set temperature=1.0",
-        "ms-swift": "set --temperature 1.0",
-        "verl": "set actor_rollout_ref.rollout.temperature=1.0",
-    },
-    objective.kl_counted_twice: {
-        "verl": f"set algorithm.use_kl_in_reward=False or {_A}use_kl_loss=False",
-    },
-    objective.k1_in_the_loss: {
-        "verl": f"set {_A}kl_loss_type=low_var_kl",
-    },
-    objective.product_of_ratios: {
-        "TRL": "set vllm_importance_sampling_mode=token_truncate",
-        "ms-swift": "set --rollout_importance_sampling_mode token_truncate",
-        "verl": "set algorithm.rollout_correction.rollout_is=token",
-    },
-    objective.truncated_sampling: {
-        "TRL": "set top_p=1.0 and top_k=0",
-        "ms-swift": "set --top_p 1.0 --top_k 0",
-        "verl": "set actor_rollout_ref.rollout.top_p=1.0 and actor_rollout_ref.rollout.top_k=-1",
-    },
+# Rule → system → remedy.
+REMEDIES = {
+    by_name(f"gspo.lint.{rule.replace('.', ':')}"): texts
+    for rule, texts in parse_yaml(Path(__file__).with_name("remedies.yaml").read_text(encoding="utf-8")).items()
 }
 
 

@@ -2,9 +2,7 @@
 
 import sys
 
-from gspo.cli.document import document, migrating
-from gspo.cli.main import command_page
+from gspo.system import in_lab
 
 sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
-PAGES = {"cli": command_page, "config": document, "migrating": migrating}
-sys.stdout.write(PAGES[(sys.argv[1:] or ["cli"])[0]]())
+sys.stdout.write(in_lab("lab.pages:PAGES")[(sys.argv[1:] or ["cli"])[0]]())

@@ -12,8 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gspo.cli.runs import find_model
+from gspo.config import load
 from gspo.errors import ConfigError, DataError, GspoError
-from gspo.system import beat, limited
+from gspo.report import choose_step
+from gspo.system import beat, inert, limited
 
 if TYPE_CHECKING:
     from gspo.envs import Chat
@@ -23,24 +26,7 @@ if TYPE_CHECKING:
 COMMANDS = "/reset starts a new conversation, /quit ends; Ctrl-C stops an answer"
 
 
-def chat_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="RUN|MODEL [key=value …]",
-        help="a run directory, or a model: folder, hub name, .gguf file, smollm2-135m, embedded:tiny",
-    )
-    parser.add_argument("--step", default="best", metavar="best|last|N", help="checkpoint of a run (default: best)")
-    parser.add_argument("--system", metavar="TEXT", help="the system message (train_dataset.system_prompt)")
-    parser.add_argument("--temperature", metavar="T", help="0: the most likely token (eval_gconfig.temperature)")
-    parser.add_argument("--max-new-tokens", metavar="N", help="length of an answer (eval_gconfig.max_new_tokens)")
-
-
 def chat(args: argparse.Namespace) -> int:
-    from gspo.cli.runs import find_model
-    from gspo.config import load
-    from gspo.report import choose_step
-
     words = list(args.words)
     if not words or "=" in words[0]:
         raise ConfigError("nothing to talk to: pass a run directory (runs/quickstart/gspo) or a model (embedded:tiny)")
@@ -141,7 +127,6 @@ def _open(config: Any, run: Path | None, step: int, stack: contextlib.ExitStack)
 def _talk(session: ChatSession, *, is_terminal: bool) -> int:
     """Read lines and print answers until /quit or the end of the input. A pipe gets the answers alone."""
     from gspo.envs import TemplateError
-    from gspo.system import inert
 
     if is_terminal:
         with contextlib.suppress(ImportError):

@@ -6,40 +6,24 @@ import argparse
 import difflib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.console import Console
+
+from gspo.algorithms import ALGORITHMS
+from gspo.config import Loaded, dump, known_keys, load, unknown_key
 from gspo.errors import ConfigError, GspoError
-from gspo.system import NO_LAB, in_lab, laboratory, set_limit
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from gspo.config import Loaded
-
+from gspo.shipped import copy_example, example_files, find_config, with_pages
+from gspo.system import NO_LAB, TextRows, in_lab, laboratory, set_limit
 
 MIN_TIMEOUT_S = 600.0  # the least stall timeout outside of training
-OVERRIDES = "key=value (also +key=value, ++key=value), or ~key to reset it to its default"
-
-
-def config_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "words", nargs="*", metavar="CONFIG [key=value …]", help=f"a YAML file, then overrides: {OVERRIDES}"
-    )
-    parser.add_argument("--config", metavar="FILE", help="the YAML file; the form that AReaL's commands use")
-
-
-def override_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of a command that has a config of its own."""
-    parser.add_argument("words", nargs="*", metavar="key=value …", help=f"overrides: {OVERRIDES}")
-    parser.add_argument("--config", help=argparse.SUPPRESS)  # an error that names `gspo train`
 
 
 def load_config(args: argparse.Namespace) -> Loaded:
-    from gspo.config import load
-
     words = list(args.words)
     path = args.config
     if path is None:
@@ -60,8 +44,6 @@ def load_config(args: argparse.Namespace) -> Loaded:
 
 def display() -> dict[str, Any]:
     """Width and colour of the output: a pipe gets plain text of a fixed width; NO_COLOR and TERM=dumb are respected."""
-    import shutil
-
     if not sys.stdout.isatty():
         columns = os.environ.get("COLUMNS", "")
         return {"width": int(columns) if columns.isdecimal() else 100, "styled": False}
@@ -71,8 +53,6 @@ def display() -> dict[str, Any]:
 
 def console() -> Console:
     """Stdout for tables, with the width and colour of `display`; text is never parsed as markup."""
-    from rich.console import Console
-
     how = display()
     return Console(width=how["width"], no_color=not how["styled"], highlight=False, markup=False, emoji=False)
 
@@ -80,15 +60,6 @@ def console() -> Console:
 def did_you_mean(word: str, known: Any) -> str:
     close = difflib.get_close_matches(word.lower().replace("-", "_"), list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else "."
-
-
-def models_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", nargs="?", default="list", choices=("list", "check"), help="default: list")
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="check: folders, or model types of transformers (qwen3_next)"
-    )
-    parser.add_argument("--all", action="store_true", help="check: every causal model type of transformers")
-    parser.add_argument("--write", metavar="FILE", help="check: also write the result as a Markdown page")
 
 
 def models(args: argparse.Namespace) -> int:
@@ -175,12 +146,7 @@ def _require_model(name: str, types: Sequence[str]) -> None:
         ) from error
 
 
-def objectives_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="for example gspo")
-
-
 def objectives(args: argparse.Namespace) -> int:
-    from gspo.algorithms import ALGORITHMS
     from gspo.doctor import algorithm_card, algorithm_table
 
     if args.name is None:
@@ -194,14 +160,8 @@ def objectives(args: argparse.Namespace) -> int:
     return 0
 
 
-def config_verb_arguments(parser: argparse.ArgumentParser) -> None:
-    config_arguments(parser)
-    parser.add_argument("--schema", action="store_true", help="print the JSON schema of configs instead, for editors")
-
-
 def config(args: argparse.Namespace) -> int:
-    from gspo.cli.document import json_schema
-    from gspo.config import dump
+    from gspo.cli.schema import json_schema
 
     if args.schema:
         print(json.dumps(json_schema(), indent=1, ensure_ascii=False))
@@ -214,18 +174,12 @@ def config(args: argparse.Namespace) -> int:
 
 def _is_config(word: str) -> bool:
     """True for a file, an example, and what looks like the path of a file; a key has no slash and no such suffix."""
-    from gspo.shipped import find_config
-
     is_path = "/" in word or word.endswith((".yaml", ".yml")) or "=" in word
     return is_path or Path(word).is_file() or find_config(word) is not None
 
 
 def _explain_key(name: str) -> int:
     """Print the description, type, bounds and default of a key, or of each key of a section."""
-    from gspo.config import known_keys, unknown_key
-    from gspo.shipped import with_pages
-    from gspo.system import TextRows
-
     keys = known_keys()
     if name not in keys:
         # The last part alone is enough where no other key has it.
@@ -247,16 +201,7 @@ def _explain_key(name: str) -> int:
     return 0
 
 
-def examples_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", nargs="?", default="list", choices=("list", "copy"), help="default: list")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="copy: the example, for example quickstart")
-    parser.add_argument("to", nargs="?", default=".", metavar="DIR", help="copy: the folder to write to (default: .)")
-
-
 def examples(args: argparse.Namespace) -> int:
-    from gspo.shipped import copy_example, example_files
-    from gspo.system import TextRows
-
     known = example_files()
     if args.what == "list":
         console().print(TextRows([(name, _first_line(file), "") for name, file in known.items()]), crop=False)

@@ -6,49 +6,21 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gspo.cli.common import config_arguments, console, display, load_config
+from gspo.cli.common import console, display, load_config
 from gspo.cli.reports import open_page, write_report_of
+from gspo.config import Loaded, load
 from gspo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from gspo.config import Loaded
-
-
-def doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    config_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument(
-        "--quick", action="store_true", help="the config only: do not look at data, model, rewards and this machine"
-    )
-    parser.add_argument(
-        "--probe",
-        action="store_true",
-        help="for a config or RUN: measure the error of the sampler's log-probs and compare it with ε; loads the model",
-    )
-    parser.add_argument(
-        "--step", metavar="best|last|N", help="checkpoint for --probe RUN (default: best); 0: before training"
-    )
-    parser.add_argument(
-        "--selftest",
-        action="store_true",
-        help="test gradients, packing, sampler and weight sync on this device; without CONFIG: with embedded:tiny",
-    )
-    parser.add_argument(
-        "--reward",
-        action="store_true",
-        help="score answers whose value is known (reference, empty, another row's, …) and say what is wrong",
-    )
-    parser.add_argument("--model", action="store_true", help="with --reward: also the model's own greedy answers")
-    # Set by --probe for the process that it starts.
-    parser.add_argument("--weights", metavar="RUN", help=argparse.SUPPRESS)
+from gspo.report import choose_step, is_run, probe_view
+from gspo.shipped import with_pages
+from gspo.system import inert
 
 
 def doctor(args: argparse.Namespace) -> int:
     from gspo.doctor import explain, machine_text, report_json, to_text
-    from gspo.shipped import with_pages
 
     if args.reward:
         return _reward(args)
@@ -83,7 +55,6 @@ def doctor(args: argparse.Namespace) -> int:
 def _reward(args: argparse.Namespace) -> int:
     """`--reward`: exit code 1 if training by this reward makes no sense."""
     from gspo.doctor import examine_reward, reward_view
-    from gspo.system import inert
 
     lines, found = examine_reward(load_config(args).config, with_model=args.model)
     if args.json:
@@ -119,9 +90,6 @@ def _measure(args: argparse.Namespace) -> int:
 
 def _measured(args: argparse.Namespace) -> tuple[Loaded, Path | None, int]:
     """The config, and the run and step whose weights are used; no run: the weights that training starts from."""
-    from gspo.config import load
-    from gspo.report import choose_step, is_run
-
     if args.weights:
         return load_config(args), Path(args.weights), int(args.step)
     if args.selftest and not args.words and args.config is None:
@@ -136,8 +104,6 @@ def _measured(args: argparse.Namespace) -> tuple[Loaded, Path | None, int]:
 
 def _probe(args: argparse.Namespace, loaded: Loaded, place: Path, run: Path | None, step: int) -> int:
     from gspo.doctor import measure_noise
-    from gspo.report import probe_view
-    from gspo.system import inert
 
     result = measure_noise(loaded, run, step, place, lambda message: print(f"gspo: {inert(message)}", file=sys.stderr))
     if args.json:
@@ -149,10 +115,7 @@ def _probe(args: argparse.Namespace, loaded: Loaded, place: Path, run: Path | No
 
 
 def _selftest(args: argparse.Namespace, loaded: Loaded, place: Path, run: Path | None, step: int) -> int:
-    from dataclasses import asdict
-
     from gspo.doctor import selftest
-    from gspo.system import inert
 
     lines = []
     for line in selftest(loaded, place, lambda message: print(inert(message), file=sys.stderr)):
@@ -164,20 +127,8 @@ def _selftest(args: argparse.Namespace, loaded: Loaded, place: Path, run: Path |
     return 0 if all(line.ok for line in lines) else 1
 
 
-def audit_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "paths",
-        nargs="+",
-        metavar="PATH",
-        help="output folders or files of one run; of verl also the Hydra folder and the file logger's jsonl",
-    )
-    parser.add_argument("--out", metavar="DIR", help="run directory to write (default: runs/audit/NAME of the path)")
-    parser.add_argument("--open", action="store_true", help="open the page in the browser")
-
-
 def audit(args: argparse.Namespace) -> int:
     from gspo.audit import audit_files as read_and_write
-    from gspo.system import inert
 
     paths = [Path(path) for path in args.paths]
     run = Path(args.out) if args.out else Path("runs/audit") / paths[0].absolute().name

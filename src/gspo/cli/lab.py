@@ -6,40 +6,14 @@ import argparse
 import json
 from pathlib import Path
 
-from gspo.cli.common import config_arguments, console, load_config
+from rich.table import Table
+
+from gspo.cli.common import console, load_config
 from gspo.errors import ConfigError
-from gspo.system import in_lab
-
-
-def bench_arguments(parser: argparse.ArgumentParser) -> None:
-    in_lab("lab.bench.command:bench_arguments")(parser)
-
-
-def bench(args: argparse.Namespace) -> int:
-    return in_lab("lab.bench.command:bench")(args)
-
-
-def study_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", nargs="?", default="list", metavar="list|run|show|page", help="default: list")
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="studies, or study files; run without NAME: the default set"
-    )
-    parser.add_argument("--full", action="store_true", help="run: all studies, or more seeds of the named ones")
-    parser.add_argument(
-        "--jobs", type=int, default=2, metavar="N", help="run: parallel runs, one thread each (default: 2)"
-    )
-    parser.add_argument("--only", metavar="ARM", help="run: only this arm")
-    parser.add_argument("--seeds", type=int, metavar="N", help="run: only the first N seeds")
-    parser.add_argument(
-        "--docs", default="docs", metavar="DIR", help="folder of baselines.md and results (default: docs)"
-    )
-    parser.add_argument(
-        "--runs", default="runs/studies", metavar="DIR", help="folder for the runs (default: runs/studies)"
-    )
 
 
 def study(args: argparse.Namespace) -> int:
-    from gspo.studies import command
+    from gspo.studies import Choice, command
 
     if args.what not in ("list", "run", "show", "page"):  # gspo study clipping: run it
         args.names, args.what = [args.what, *args.names], "run"
@@ -48,12 +22,10 @@ def study(args: argparse.Namespace) -> int:
             raise ConfigError("--jobs and --seeds must be 1 or more")
         return command.run_studies(
             args.names,
+            Choice(args.full, args.only, args.seeds),
             docs=Path(args.docs),
             runs=Path(args.runs),
             num_parallel=args.jobs,
-            full=args.full,
-            only=args.only,
-            num_seeds=args.seeds,
             console=console(),
         )
     if args.what == "page":
@@ -65,28 +37,7 @@ def study(args: argparse.Namespace) -> int:
     return 0
 
 
-def plan_arguments(parser: argparse.ArgumentParser) -> None:
-    config_arguments(parser)
-    parser.add_argument("--gpus", required=True, metavar="NAME:N", help="hardware, for example H100:64")
-    parser.add_argument("--model", metavar="7B|30B-A3B|PATH", help="another model than actor.path")
-    parser.add_argument(
-        "--length",
-        type=float,
-        metavar="N",
-        help="mean tokens of a completion (default: half of gconfig.max_new_tokens)",
-    )
-    parser.add_argument("--run", type=Path, metavar="RUN", help="take the lengths of completions from this run")
-    parser.add_argument("--prompt", type=int, default=256, metavar="N", help="tokens of a prompt (default: 256)")
-    parser.add_argument(
-        "--reward-s", type=float, default=0.0, metavar="S", help="seconds per reward, all workers together"
-    )
-    parser.add_argument("--top", type=int, default=8, metavar="N", help="splits to show (default: 8)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-
-
 def plan(args: argparse.Namespace) -> int:
-    from rich.table import Table
-
     from gspo.planner import job_of, lengths_of_run, parse_gpus, plans, row_of
 
     gpu, num_gpus = parse_gpus(args.gpus)

@@ -11,12 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gspo.cli.schema import json_schema
+from gspo.config import known_keys
 from gspo.errors import ConfigError
+from gspo.shipped import example_files, shipped
+from gspo.system import inert
 
 if TYPE_CHECKING:
     from gspo.data import Split
 
-TASKS = ("math", "code", "chat", "tools", "vision", "sft")
 SCHEMA = "gspo.schema.json"
 # Rows of each split, and the digits of the numbers to add.
 _USUAL: Mapping[Split, int] = {"train": 512, "test": 128}
@@ -27,14 +30,7 @@ _ROWS: Mapping[str, Mapping[Split, int]] = {
 _DIGITS = {"tools": (5, 5), "sft": (2, 3)}
 
 
-def init_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", help="a new or empty folder; its name is the name of the project")
-    parser.add_argument("--task", choices=TASKS, default="math", help="what is trained (default: math)")
-
-
 def init(args: argparse.Namespace) -> int:
-    from gspo.system import inert
-
     folder = Path(args.folder)
     trial = write_project(folder, args.task)
     run = f"runs/{project_name(folder)}/{trial}"
@@ -49,8 +45,6 @@ def write_project(folder: Path, task: str) -> str:
 
     ConfigError if the folder is not empty; then nothing is written.
     """
-    from gspo.cli.document import json_schema
-    from gspo.shipped import shipped
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not an empty folder; gspo does not overwrite it: pass another name")
@@ -121,93 +115,58 @@ def _row(task: str, problem: Any) -> dict[str, Any]:
 
 # -- Shell completion -----------------------------------------------------------------------------------------
 
-SHELLS = ("bash", "zsh", "fish")
-
-
-def completion_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=SHELLS, help="bash: add `source <(gspo completion bash)` to ~/.bashrc")
-
 
 def completion(args: argparse.Namespace) -> int:
     print(completion_script(args.shell), end="")
     return 0
 
 
-class _Words(NamedTuple):
+class _Completed(NamedTuple):
     """What can be typed after a verb."""
 
     line: str
-    options: dict[tuple[str, ...], tuple[str, tuple[str, ...], bool]]  # names: help, choices, takes a value
-    words: tuple[str, ...]  # choices of positional arguments, names of examples
+    options: list[argparse.Action]
+    words: list[str]  # choices of positional arguments, names of examples
     takes_keys: bool  # key=value
 
 
 def completion_script(shell: str) -> str:
     """The completion of verbs, options, their choices, example names and config keys, made from the table of verbs."""
     from gspo.cli.main import available_verbs, parser_of
-    from gspo.config import known_keys
-    from gspo.shipped import example_files
 
-    examples = tuple(name for name, file in example_files().items() if file.suffix == ".yaml")
-    table = {}
+    examples = [name for name, file in example_files().items() if file.suffix == ".yaml"]
+    table: dict[str, _Completed] = {}
     for name, verb in available_verbs().items():
         actions = [action for action in parser_of(name, verb)._actions if action.help != argparse.SUPPRESS]
-        words = tuple(str(word) for a in actions if not a.option_strings for word in a.choices or ())
-        takes_config = "CONFIG" in verb.usage
-        table[name] = _Words(
-            verb.line,
-            {
-                tuple(a.option_strings): (a.help or "", tuple(map(str, a.choices or ())), a.nargs != 0)
-                for a in actions
-                if a.option_strings
-            },
-            words + (examples if takes_config or name == "examples" else ()),
-            "key=value" in verb.usage,
-        )
+        words = [str(word) for action in actions if not action.option_strings for word in action.choices or ()]
+        words += examples if "CONFIG" in verb.usage or name == "examples" else []
+        options = [action for action in actions if action.option_strings]
+        table[name] = _Completed(verb.line, options, words, "key=value" in verb.usage)
     keys = [f"{key.name}=" for key in known_keys().values() if key.section is None]
-    return _fish(table, keys) if shell == "fish" else _bash(table, keys, is_zsh=shell == "zsh")
+    if shell == "fish":
+        return _fish(table, keys)
+    return "autoload -U +X bashcompinit && bashcompinit\n" * (shell == "zsh") + _bash(table, keys)
 
 
-def _bash(table: Mapping[str, _Words], keys: Sequence[str], *, is_zsh: bool) -> str:
-    lines = ["autoload -U +X bashcompinit && bashcompinit"] * is_zsh
-    lines += [
-        "_gspo() {",
-        '  local cur="${COMP_WORDS[COMP_CWORD]}" previous="${COMP_WORDS[COMP_CWORD-1]}" words="" options="" keys=""',
-        "  COMPREPLY=()",
-        '  if [ "$COMP_CWORD" -eq 1 ]; then',
-        f"""    COMPREPLY=( $(compgen -W '{" ".join(table)} --help --version' -- "$cur") ); return""",
-        "  fi",
-        '  case "${COMP_WORDS[1]} $previous" in',
-    ]
+def _bash(table: Mapping[str, _Completed], keys: Sequence[str]) -> str:
+    values, words = list[str](), list[str]()
     for verb, found in table.items():
-        for names, (_, choices, takes_value) in found.options.items():
-            if takes_value:
-                pattern = "|".join(f"'{verb} {name}'" for name in names)
-                reply = f"""COMPREPLY=( $(compgen -W '{" ".join(choices)}' -- "$cur") ); """ if choices else ""
-                lines.append(f"    {pattern}) {reply}return ;;")  # without choices: a file, by `-o default`
-    lines += ["  esac", '  case "${COMP_WORDS[1]}" in']
-    for verb, found in table.items():
-        options = " ".join(name for names in found.options for name in names)
-        lines.append(
+        for action in found.options:
+            if action.nargs != 0:  # it takes a value; without choices: a file, by `-o default`
+                pattern = "|".join(f"'{verb} {name}'" for name in action.option_strings)
+                choices = " ".join(map(str, action.choices or ()))
+                reply = f"""COMPREPLY=( $(compgen -W '{choices}' -- "$cur") ); """ if choices else ""
+                values.append(f"    {pattern}) {reply}return ;;")
+        options = " ".join(name for action in found.options for name in action.option_strings)
+        words.append(
             f"    {verb}) options='{options}'; words='{' '.join(found.words)}'; keys={int(found.takes_keys)} ;;"
         )
-    lines += [
-        "  esac",
-        '  case "$cur" in',
-        '    -*) COMPREPLY=( $(compgen -W "$options" -- "$cur") ); return ;;',
-        "  esac",
-        '  COMPREPLY=( $(compgen -W "$words" -- "$cur") )',
-        '  if [ "$keys" = 1 ] && [ "$COMP_CWORD" -gt 1 ] && [ -n "$cur" ] && [ "${#COMPREPLY[@]}" -eq 0 ]; then',
-        f"""    COMPREPLY=( $(compgen -W '{" ".join(keys)}' -- "$cur") )""",
-        '    [ "${#COMPREPLY[@]}" -eq 0 ] || compopt -o nospace 2>/dev/null',
-        "  fi",
-        "}",
-        "complete -o default -o bashdefault -F _gspo gspo",
-    ]
-    return "\n".join(lines) + "\n"
+    filled = {"VERBS": " ".join(table), "VALUES": "\n".join(values), "WORDS": "\n".join(words), "KEYS": " ".join(keys)}
+    script = Path(__file__).with_name("completion.bash").read_text(encoding="utf-8")
+    return re.sub("@([A-Z]+)@", lambda found: filled[found[1]], script)
 
 
-def _fish(table: Mapping[str, _Words], keys: Sequence[str]) -> str:
+def _fish(table: Mapping[str, _Completed], keys: Sequence[str]) -> str:
     def quoted(text: str) -> str:
         return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
@@ -215,10 +174,11 @@ def _fish(table: Mapping[str, _Words], keys: Sequence[str]) -> str:
     for verb, found in table.items():
         after = f"complete -c gspo -n '__fish_seen_subcommand_from {verb}'"
         lines.append(f"complete -c gspo -f -n __fish_use_subcommand -a {verb} -d {quoted(found.line)}")
-        for names, (about, choices, takes_value) in found.options.items():
-            flags = " ".join(f"-l {n[2:]}" if n.startswith("--") else f"-s {n[1:]}" for n in names)
-            value = f" -x -a {quoted(' '.join(choices))}" if choices else " -r" * takes_value
-            lines.append(f"{after} {flags}{value} -d {quoted(about)}")
+        for action in found.options:
+            flags = " ".join(f"-l {n[2:]}" if n.startswith("--") else f"-s {n[1:]}" for n in action.option_strings)
+            choices = " ".join(map(str, action.choices or ()))
+            value = f" -x -a {quoted(choices)}" if choices else " -r" * (action.nargs != 0)
+            lines.append(f"{after} {flags}{value} -d {quoted(action.help or '')}")
         words = [*found.words, *(keys if found.takes_keys else ())]
         if words:
             lines.append(f"{after} -a {quoted(' '.join(words))}")

@@ -4,27 +4,39 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
+import webbrowser
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gspo.cli.common import console, display
+from gspo.config import load, read_origins
 from gspo.errors import ConfigError, GspoError
-from gspo.system import beat, read_json
+from gspo.report import (
+    BUDGET,
+    compare_view,
+    open_run,
+    parse_filter,
+    read_block,
+    sample_steps,
+    samples_view,
+    training_rows,
+    write_page,
+    write_report,
+)
+from gspo.report import compare as compare_runs
+from gspo.system import beat, inert, read_json
 
 
 def write_report_of(run: Path, to: Path | None = None, megabytes: float | None = None) -> Path:
-    from gspo.report import BUDGET, write_report
-
     beat("writing the report")
     return write_report(run, to, doctor=words_of(run), budget=int(1e6 * megabytes) if megabytes else BUDGET)
 
 
 def words_of(run: Path) -> dict[str, Any]:
     """What `gspo doctor` says about a run's config, with the origins that the run wrote; of an audit, its findings."""
-    from dataclasses import replace
-
-    from gspo.config import load, read_origins
     from gspo.doctor import explain
 
     with contextlib.suppress(GspoError):
@@ -39,36 +51,7 @@ def words_of(run: Path) -> dict[str, Any]:
         return {"unreadable": str(problem)}
 
 
-def report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run directory")
-    parser.add_argument("--out", metavar="FILE", help="default: RUN/report.html")
-    parser.add_argument("--open", action="store_true", help="open it in the browser")
-    parser.add_argument(
-        "--max-mb",
-        type=float,
-        metavar="MB",
-        help="maximum size of the sample files in the page; steps are spread evenly over the run",
-    )
-    parser.add_argument("--samples", action="store_true", help="print completions and rewards of a step; no page")
-    parser.add_argument("--held-out", action="store_true", help="answers of an evaluation instead of training samples")
-    parser.add_argument("--step", type=int, metavar="N", help="default: the last step that has samples")
-    parser.add_argument("--num", type=int, metavar="N", help="number of prompts (default: 3)")
-    parser.add_argument(
-        "--best", action="store_true", help="write JSONL rows for algorithm sft: the best sample of every prompt"
-    )
-    parser.add_argument(
-        "--filter",
-        action="append",
-        default=[],
-        metavar="CONDITION",
-        help="write JSONL rows for algorithm sft: samples with e.g. 'reward>=1' or 'length<200'; may be repeated",
-    )
-
-
 def report(args: argparse.Namespace) -> int:
-    from gspo.report import open_run
-    from gspo.system import inert
-
     if args.samples:
         return _samples(args)
     if args.held_out or args.best or args.filter or (args.step, args.num) != (None, None):
@@ -88,9 +71,6 @@ def report(args: argparse.Namespace) -> int:
 
 
 def _samples(args: argparse.Namespace) -> int:
-    from gspo.report import open_run, read_block, sample_steps, samples_view
-    from gspo.system import inert
-
     if args.out or args.open or args.max_mb is not None:
         raise ConfigError("--samples prints and writes no page: leave out --out, --open and --max-mb")
     num = 3 if args.num is None else args.num
@@ -112,10 +92,6 @@ def _samples(args: argparse.Namespace) -> int:
 
 def _write_rows(args: argparse.Namespace, run: Path) -> int:
     """`gspo report RUN --samples --filter … > rows.jsonl`."""
-    import json
-
-    from gspo.report import parse_filter, training_rows
-
     if args.held_out or args.step is not None:
         raise ConfigError("--best and --filter read all training samples: leave out --held-out and --step")
     num = 0
@@ -128,14 +104,8 @@ def _write_rows(args: argparse.Namespace, run: Path) -> int:
     return 0
 
 
-def watch_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="RUN|DIR", help="a run directory, or a folder that contains runs")
-    parser.add_argument("--port", type=int, default=0, metavar="N", help="default: a free port")
-    parser.add_argument("--open", action="store_true", help="open it in the browser")
-
-
 def watch(args: argparse.Namespace) -> int:
-    from gspo.report import Watch
+    from gspo.report import Watch  # imports the server
 
     path = Path(args.path)
     if not path.is_dir():
@@ -156,30 +126,13 @@ def watch(args: argparse.Namespace) -> int:
 
 
 def open_page(address: str) -> None:
-    import webbrowser
-
     if not webbrowser.open(address):
         print("gspo: no browser could be started; open the address above", file=sys.stderr)
 
 
-def compare_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="run directories, folders that contain runs, or glob patterns"
-    )
-    parser.add_argument(
-        "--metric", action="append", default=[], metavar="NAME", help="draw the curve of this metric; may be repeated"
-    )
-    parser.add_argument("--out", metavar="FILE", help="also write an HTML page with curves and tables")
-
-
 def compare(args: argparse.Namespace) -> int:
-    from gspo.report import compare, compare_view
-    from gspo.system import inert
-
-    found = compare(args.runs, args.metric)
+    found = compare_runs(args.runs, args.metric)
     console().print(compare_view(found, display()["width"], inert))
     if args.out:
-        from gspo.report import write_page
-
         print(inert(f"\nwritten to {write_page(found, Path(args.out))}"))
     return 0

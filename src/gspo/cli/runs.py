@@ -7,54 +7,32 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gspo import __version__
 from gspo.cli.common import console
-from gspo.errors import ConfigError
-from gspo.system import progress
-
-if TYPE_CHECKING:
-    from gspo.config import Loaded
-
-
-def eval_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="RUN|MODEL [key=value …]",
-        help="a run directory, or a model: folder, hub name, .gguf file, smollm2-135m, embedded:tiny",
-    )
-    parser.add_argument(
-        "--step", default="best", metavar="best|last|N", help="checkpoint of a run (default: best); 0: before training"
-    )
-    parser.add_argument(
-        "--data", metavar="PATH", help="problems: a file, folder, hub name or embedded:arithmetic (valid_dataset.path)"
-    )
-    parser.add_argument("--split", metavar="NAME", help="default: test; all: every row (valid_dataset.split)")
-    parser.add_argument("--problems", metavar="N", help="number of problems, or all (evaluator.size)")
-    parser.add_argument(
-        "--samples",
-        metavar="N",
-        help="samples per problem; more than one: sampled, not greedy (eval_gconfig.n_samples)",
-    )
-    parser.add_argument("--greedy", action="store_true", help="take the most likely token (eval_gconfig.temperature 0)")
-    parser.add_argument("--temperature", metavar="T", help="sample at this temperature (eval_gconfig.temperature)")
-    parser.add_argument(
-        "--max-new-tokens", metavar="N", help="maximum length of a completion (eval_gconfig.max_new_tokens)"
-    )
-    parser.add_argument("--name", help="name of the result file of a run: RUN/eval_NAME.json")
-    parser.add_argument("--out", metavar="FILE", help="write the result there (default for a run: RUN/eval_STEP.json)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+from gspo.config import Loaded, algorithm_in, load
+from gspo.errors import CheckpointError, ConfigError, DataError
+from gspo.report import (
+    CONFIG,
+    Exported,
+    checkpoints_view,
+    choose_step,
+    evaluation_view,
+    is_run,
+    model_card,
+    open_run,
+    read_checkpoints,
+    runs_below,
+)
+from gspo.system import inert, progress, to_json, write_run_file
 
 
 def evaluate(args: argparse.Namespace) -> int:
     target, loaded, run = _examined(args)
     step = 0
     if run is not None:
-        from gspo.report import choose_step
-
         step = choose_step(run, args.step)
-    from gspo.system import to_json, write_run_file
     from gspo.train import evaluate_run
 
     with progress("evaluating") as tell:
@@ -68,9 +46,6 @@ def evaluate(args: argparse.Namespace) -> int:
     if args.json:
         print(to_json({"target": target, **result}))
     else:
-        from gspo.report import evaluation_view
-        from gspo.system import inert
-
         console().print(evaluation_view(inert(_heading(target, result)), result))
         if file is not None:
             print(inert(f"written to {file}"))
@@ -88,8 +63,6 @@ def _result_file(args: argparse.Namespace, run: Path | None, step: int, num_samp
 
 def _examined(args: argparse.Namespace) -> tuple[str, Loaded, Path | None]:
     """What is evaluated, its config and its run: options become overrides of the run's config or of the defaults."""
-    from gspo.config import load
-
     words = list(args.words)
     if not words or "=" in words[0]:
         raise ConfigError(
@@ -121,8 +94,6 @@ def _examined(args: argparse.Namespace) -> tuple[str, Loaded, Path | None]:
 
 def find_model(target: str) -> Path | None:
     """The run directory that `target` names; None: it names a model. ConfigError if it is neither."""
-    from gspo.report import is_run, open_run
-
     folder = Path(target)
     if is_run(folder):
         return folder
@@ -137,9 +108,7 @@ def find_model(target: str) -> Path | None:
 
 def _require_model(target: str) -> None:
     """ConfigError if a name is neither a run nor a model."""
-    from gspo.errors import DataError
     from gspo.models import FETCHED, RECIPES, find_here, nearest_model
-    from gspo.report import runs_below
 
     try:
         find_here(target, target)
@@ -163,21 +132,7 @@ def _heading(target: str, result: Mapping[str, Any]) -> str:
     return f"{target}{at}: {of}, {result['num_samples']} × {how}"
 
 
-def export_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run directory")
-    parser.add_argument("--step", default="best", metavar="best|last|N", help="checkpoint (default: best)")
-    parser.add_argument("--to", metavar="DIR", help="a new or empty folder (default: RUN/model_step_N)")
-    parser.add_argument(
-        "--merge", action="store_true", help="LoRA runs: merge the adapter into the model and write a plain model"
-    )
-    parser.add_argument("--push", metavar="OWNER/NAME", help="also upload the folder to the Hugging Face hub, private")
-    parser.add_argument("--public", action="store_true", help="with --push: a new repository is public")
-
-
 def export(args: argparse.Namespace) -> int:
-    from gspo.config import load
-    from gspo.report import choose_step, open_run
-
     run = open_run(args.run)
     step = choose_step(run, args.step)
     if step == 0:
@@ -222,10 +177,7 @@ def export(args: argparse.Namespace) -> int:
 
 def _card_files(loaded: Loaded, run: Path, step: int, name: str, is_adapter: bool) -> dict[str, str]:
     """The model card, and the run's config, with which it can be trained again."""
-    from gspo import __version__
-    from gspo.config import algorithm_in
     from gspo.models import is_hub_name, snapshot
-    from gspo.report import CONFIG, Exported, model_card
     from gspo.runs import base_name
 
     actor, algorithm = loaded.config.actor, algorithm_in(loaded.config)
@@ -237,16 +189,7 @@ def _card_files(loaded: Loaded, run: Path, step: int, name: str, is_adapter: boo
     return {"README.md": card, CONFIG: (run / "config.yaml").read_text(encoding="utf-8")}
 
 
-def checkpoints_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run directory")
-    parser.add_argument(
-        "--verify", action="store_true", help="read every file and compare it with the sha256 in the manifest"
-    )
-
-
 def checkpoints(args: argparse.Namespace) -> int:
-    from gspo.report import checkpoints_view, open_run, read_checkpoints
-
     run = open_run(args.run)
     found = read_checkpoints(run)
     damage = {c.step: _damage(c.path) for c in found} if args.verify else {}
@@ -256,9 +199,7 @@ def checkpoints(args: argparse.Namespace) -> int:
 
 def _damage(checkpoint: Path) -> str | None:
     """Why a checkpoint is damaged, by its manifest; None if it is not."""
-    from gspo.errors import CheckpointError
     from gspo.runs import verify
-    from gspo.system import inert
 
     try:
         verify(checkpoint)

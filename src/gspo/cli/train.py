@@ -9,35 +9,17 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from gspo.cli.common import config_arguments, console, load_config
-from gspo.cli.reports import write_report_of
+from gspo.cli.common import console, load_config
+from gspo.config import Config, Loaded, load
+from gspo.errors import ConfigError
 from gspo.faults import reached
-from gspo.system import beat, install_command
-
-if TYPE_CHECKING:
-    from gspo.config import Config, Loaded
-
-
-def train_arguments(parser: argparse.ArgumentParser) -> None:
-    config_arguments(parser)
-    launch_arguments(parser)
-
-
-def launch_arguments(parser: argparse.ArgumentParser) -> None:
-    from gspo.launcher import LAUNCHERS
-
-    parser.add_argument("--on", choices=LAUNCHERS, help="how processes are launched (scheduler.type)")
-    parser.add_argument(
-        "--new", action="store_true", help="a new run if this one exists: trial_name-2, trial_name-3, …"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the plan only: every process, and the job script")
+from gspo.launcher import launch, with_scheduler
+from gspo.lint import check
+from gspo.system import beat, inert, install_command
 
 
 def train(args: argparse.Namespace) -> int:
-    from gspo.launcher import with_scheduler
-
     loaded = with_scheduler(load_config(args), args.on)
     if args.new:
         # As an override, so that the processes of a launcher and a resume get the same name.
@@ -66,7 +48,6 @@ def model_of_run(path: str, key: str) -> Path | None:
     step = choose_step(run, "best") or choose_step(run, "last")
     to = run / f"model_step_{step:06d}"
     if not to.is_dir():
-        from gspo.config import load
         from gspo.train import export
 
         config = load(run / "config.yaml").config
@@ -76,8 +57,6 @@ def model_of_run(path: str, key: str) -> Path | None:
 
 
 def _train(args: argparse.Namespace, loaded: Loaded) -> int:
-    from gspo.launcher import launch
-    from gspo.lint import check
     from gspo.train import is_launched
 
     given = [*(["--config", args.config] if args.config else []), *args.words, *(["--on", args.on] if args.on else [])]
@@ -92,7 +71,7 @@ def _train(args: argparse.Namespace, loaded: Loaded) -> int:
     again = shlex.join(["gspo", "train", *given])
     beat("importing torch")
     reached("start.import")
-    from gspo.report import best_step, read_metrics, summarise
+    from gspo.report import advise, best_step, read_metrics, summarise
     from gspo.train import run
 
     before = max((row["step"] for row in read_metrics(path)), default=0)
@@ -109,6 +88,10 @@ def _train(args: argparse.Namespace, loaded: Loaded) -> int:
     said = "Finished."
     if summary.steps == before:
         said = "This run was already finished; nothing was trained. Raise total_train_steps, or set another trial_name."
+    advice = advise(path)
+    if advice is not None and advice["verdict"] == "bad":
+        show_run(path, said, {"what next": f"{advice['text']} {advice['more']}"})
+        return 0
     if summarise(path).collapsed:
         show_run(path, f"{said} The reward or the held-out score ended below half of its best.", {})
         return 0
@@ -117,17 +100,7 @@ def _train(args: argparse.Namespace, loaded: Loaded) -> int:
     return 0
 
 
-def preview_arguments(parser: argparse.ArgumentParser) -> None:
-    config_arguments(parser)
-    parser.add_argument("--prompts", type=int, default=3, metavar="N", help="number of prompts (default: 3)")
-    parser.add_argument("--samples", type=int, default=2, metavar="N", help="completions per prompt (default: 2)")
-
-
 def preview(args: argparse.Namespace) -> int:
-    from gspo.errors import ConfigError
-    from gspo.lint import check
-    from gspo.system import inert
-
     if args.prompts < 1 or args.samples < 1:
         raise ConfigError("--prompts and --samples must be at least 1")
     loaded = load_config(args)
@@ -165,8 +138,8 @@ def _announce_build(model: str) -> None:
 
 def show_run(path: Path, said: str, commands: Mapping[str, str]) -> None:
     """Print the results of a run, write its plot and page, and suggest the next commands."""
+    from gspo.cli.reports import write_report_of
     from gspo.report import plot_run, run_view, summarise
-    from gspo.system import inert
 
     beat("writing the plot and the report")
     reached("end.report")

@@ -753,7 +753,7 @@ class Config(Section):
     locals().update({name: key({}, engine.flags) for name, engine in EXTERNAL.items()})
     tokenizer_path: str | None = key(None, "Tokenizer.", unset="actor.path")
     strict: bool = key(False, "Treat warnings about the config as errors.")
-    on_alarm: Literal["warn", "stop"] = key("warn", "What the run does if a check during training raises an alarm.")
+    on_alarm: Literal["warn", "stop"] = key("warn", "What a warning about the metrics of a step does.")
     threads: int | None = key(
         None,
         "CPU threads of the trainer. The last bits of results depend on it.",

@@ -10,7 +10,7 @@ import ast
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -51,7 +51,7 @@ from gspo.learner import HEAD_CHUNK
 from gspo.lint import Facts, Finding, facts_of, ineffective
 from gspo.rewards import TEXT
 from gspo.sampling import rows_at_once
-from gspo.system import count, number, source_file
+from gspo.system import count, number, parse_yaml, source_file
 
 
 def batch_section(f: Facts) -> dict[str, Any]:
@@ -321,38 +321,8 @@ def _sampler_memory(f: Facts, shape: Shape) -> list[Item]:
     return items
 
 
-RATIO = {"token": "wᵢₜ", "sequence": "sᵢ", "sequence_token": "sᵢₜ"}
-RATIO_DEFINITION = {
-    "token": "wᵢₜ = π_θ(yᵢₜ)/π_old(yᵢₜ)",
-    "sequence": "sᵢ = exp( (1/|yᵢ|) Σₜ log π_θ(yᵢₜ)/π_old(yᵢₜ) )",
-    "sequence_token": "sᵢₜ = sg[sᵢ] · π_θ(yᵢₜ)/sg[π_θ(yᵢₜ)]",
-}
-RATIO_WORDS = {
-    "token": "one ratio per token",
-    "sequence": "one ratio per completion, the geometric mean of its token ratios",
-    "sequence_token": "the completion's ratio as value, with the gradient of each token's own ratio",
-}
-ADVANTAGE_WORDS = {
-    "group_std": "reward minus its group's mean, divided by its group's std",
-    "group_mean": "reward minus its group's mean",
-    "leave_one_out": "reward minus the mean of the group's other samples",
-    "batch": "reward normalised by mean and std over the whole batch",
-    "teacher": "log-prob of the teacher minus that of the sampler, per token",
-    "one": "1 for every completion of the data set",
-    "gae": "generalised advantage estimation (GAE) with the critic, per token",
-}
-AGGREGATION_WORDS = {
-    "sequence_mean": "the mean over completions; every completion has the same weight, whatever its length",
-    "sequence_sum": "the mean over completions, each weighted by its number of tokens",
-    "token_mean": "the mean over all tokens of the update",
-    "token_sum": "the sum over all tokens, divided by completions × max_new_tokens",
-}
-_OUTER = {
-    "sequence_mean": "(1/G) Σᵢ",
-    "sequence_sum": "(1/G) Σᵢ",
-    "token_mean": "(1/Σᵢ|yᵢ|) Σᵢ",
-    "token_sum": "(1/(G·L)) Σᵢ",
-}
+# Ratios, advantages, aggregations and norms in words and formulas, by their names in a config.
+WORDS: Mapping[str, Mapping[str, str]] = parse_yaml(Path(__file__).with_name("words.yaml").read_text(encoding="utf-8"))
 
 
 def formula(objective: ObjectiveSettings, numbers: bool = True, penalised: bool = False) -> str:
@@ -365,10 +335,12 @@ def formula(objective: ObjectiveSettings, numbers: bool = True, penalised: bool 
     per_token = level == "sequence_token" or (by_token and level == "token")
     parts = {name: setting.symbol for name, setting in gate.settings.items()}
     parts |= _numbers(objective) if numbers else {}
-    parts |= {"ratio": RATIO[level], "A": "Aᵢₜ" if per_token else "Aᵢ"}
+    parts |= {"ratio": WORDS["ratio_symbol"][level], "A": "Aᵢₜ" if per_token else "Aᵢ"}
     term = "".join([gate.formula, *_extra(objective, "formula")]).format(**parts)
     # A gate whose formula has no ratio defines what it has instead.
-    return f"{_sum_over(objective)} {term}" + (f",   {RATIO_DEFINITION[level]}" if "{ratio}" in gate.formula else "")
+    return f"{_sum_over(objective)} {term}" + (
+        f",   {WORDS['ratio_definition'][level]}" if "{ratio}" in gate.formula else ""
+    )
 
 
 def _numbers(objective: ObjectiveSettings) -> dict[str, str]:
@@ -388,7 +360,7 @@ def _extra(objective: ObjectiveSettings, text: Literal["formula", "words"]) -> l
 
 
 def _sum_over(objective: ObjectiveSettings) -> str:
-    aggregation, outer = objective["aggregation"], _OUTER[objective["aggregation"]]
+    aggregation, outer = objective["aggregation"], WORDS["sum"][objective["aggregation"]]
     if objective["level"] != "sequence":
         return f"J = E {outer} (1/|yᵢ|) Σₜ" if aggregation == "sequence_mean" else f"J = E {outer} Σₜ"
     return f"J = E {outer}" if aggregation == "sequence_mean" else f"J = E {outer} |yᵢ| ·"
@@ -420,11 +392,11 @@ def objective_section(f: Facts) -> dict[str, Any]:
 
 
 def _words(f: Facts) -> list[str]:
-    objective, kind = f.objective, RATIO_WORDS[f.objective["level"]]
+    objective, kind = f.objective, WORDS["ratio"][f.objective["level"]]
     if is_supervised(f.config):
         return [
             "completions: those of the data set; nothing is sampled or rewarded in training",
-            f"loss: negative log-likelihood, {AGGREGATION_WORDS[objective['aggregation']]}",
+            f"loss: negative log-likelihood, {WORDS['aggregation'][objective['aggregation']]}",
         ]
     own = _function_of(f)
     band = GATES[objective["gate"]].words
@@ -437,7 +409,7 @@ def _words(f: Facts) -> list[str]:
     words = [
         *([f"ratio: {kind}, {band}"] if own is None else own.words(f)),
         f"advantage: {_advantage_words(f)}",
-        f"loss: {AGGREGATION_WORDS[objective['aggregation']]}",
+        f"loss: {WORDS['aggregation'][objective['aggregation']]}",
         f"groups with equal rewards: {_zero_variance_words(f)}",
     ]
     if f.actor.entropy_coef:
@@ -483,7 +455,7 @@ class _Function:
 
     def formula(self, f: Facts) -> str:
         call = "…" if self.parameters is None else ", ".join(self.parameters)
-        return f"loss = {_OUTER[f.objective['aggregation']]} {self.name}({call})ᵢ"
+        return f"loss = {WORDS['sum'][f.objective['aggregation']]} {self.name}({call})ᵢ"
 
     def words(self, f: Facts) -> list[str]:
         if self.parameters is None:
@@ -533,7 +505,7 @@ def _critic_words(f: Facts, critic: CriticSection) -> str:
 
 def _advantage_words(f: Facts) -> str:
     chosen, actor = f.objective["advantage"], f.actor
-    words = ADVANTAGE_WORDS.get(chosen)
+    words = WORDS["advantage"].get(chosen)
     if words is None:
         words = "reward normalised by actor.reward_norm: " + _norm_words(actor.reward_norm or Norm())
     if f.config.reward.normalize == "each":
@@ -550,14 +522,7 @@ def _advantage_words(f: Facts) -> str:
 
 
 def _norm_words(norm: Norm | RewardNorm) -> str:
-    mean = {
-        None: "no mean subtracted",
-        "group": "minus its group's mean",
-        "leave1out": "minus its group's mean (without the sample itself)",
-        "batch": "minus the batch's mean",
-    }
-    std = {None: "not divided", "group": "divided by its group's std", "batch": "divided by the batch's std"}
-    return f"{mean[norm.mean_level]}, {std[norm.std_level]}"
+    return f"{WORDS['mean'][norm.mean_level or 'none']}, {WORDS['std'][norm.std_level or 'none']}"
 
 
 def _zero_variance_words(f: Facts) -> str:
@@ -566,11 +531,7 @@ def _zero_variance_words(f: Facts) -> str:
         return "treated like other groups: the critic gives their advantages"
     if f.actor.kl_ctl > 0 and chosen == "count":
         return "advantage 0 before the KL penalty; counted in the loss denominator"
-    return {
-        "count": "no gradient (advantage 0), but counted in the loss denominator",
-        "drop": "no gradient (advantage 0), and not counted in the loss denominator",
-        "refill": f"resampled, at most {f.actor.max_refills} rounds",
-    }[chosen]
+    return WORDS["zero_variance"][chosen].format(max_refills=f.actor.max_refills)
 
 
 def _decisions(f: Facts) -> list[tuple[str, Any]]:
@@ -602,7 +563,7 @@ def policy_section(f: Facts) -> dict[str, Any]:
         "correction": f.objective["settings"]["correction"],
         "correction_words": _correction_words(f),
         "kl": _kl_words(f) if f.config.teacher is None else f"teacher {f.config.teacher.path}: {_teacher_words(f)}",
-        "experts": _expert_words(f),
+        "experts": WORDS["routing_replay"].get(f.actor.routing_replay, ""),
         "trained": _trained_words(f),
     }
 
@@ -615,23 +576,11 @@ def _teacher_words(f: Facts) -> str:
     return f"{coef} × exact KL over the vocabulary in the loss, {share:.0%} forward"
 
 
-def _expert_words(f: Facts) -> str:
-    replay = f.actor.routing_replay
-    if replay == "proximal":
-        return "routing replay: mini-batches 2 and later use the experts that π_old's forward pass chose"
-    if replay == "rollout":
-        return "routing replay: every training pass uses the experts that the sampler chose"
-    return ""
-
-
 def _trained_words(f: Facts) -> str:
     actor = f.actor
     if not actor.use_lora:
         return "all weights"
-    where = "all linear layers except the head"
-    if actor.target_modules != ["all-linear"]:
-        named = {"all-linear": where, "experts": "every expert", "vision": "the vision tower"}
-        where = ", ".join(named.get(name, name) for name in actor.target_modules)
+    where = ", ".join(WORDS["target_modules"].get(name, name) for name in actor.target_modules)
     scale = actor.lora_alpha / actor.lora_rank
     adapter = f"an adapter of rank {actor.lora_rank}, scaled by alpha/rank = {scale:g}, on {where}"
     return f"{adapter}; the model itself is frozen"

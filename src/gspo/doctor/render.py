@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gspo.algorithms import ALGORITHMS, GATES, Algorithm
-from gspo.doctor.explanation import ADVANTAGE_WORDS, AGGREGATION_WORDS, RATIO_WORDS, Report
+from gspo.doctor.explanation import WORDS, Report
 from gspo.system import TextRows, count, human, inert, number
 
 NARROWEST = 40
@@ -53,10 +53,10 @@ def algorithm_card(algorithm: Algorithm, *, width: int = 100, styled: bool = Fal
     a = algorithm
     rows = [
         ("paper", a.paper),
-        ("ratio", RATIO_WORDS[a.level]),
+        ("ratio", WORDS["ratio"][a.level]),
         ("gate", _gate(a)),
-        ("advantage", ADVANTAGE_WORDS[a.advantage]),
-        ("loss", AGGREGATION_WORDS[a.aggregation]),
+        ("advantage", WORDS["advantage"][a.advantage]),
+        ("loss", WORDS["aggregation"][a.aggregation]),
         ("defaults", ", ".join(f"{name} {_number(value)}" for name, value in a.settings.items())),
         ("mini-batches", f"{a.minibatches} updates per rollout batch"),
         ("groups with equal rewards", a.zero_variance_groups),

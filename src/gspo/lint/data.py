@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gspo.config import is_supervised
-from gspo.lint.facts import Facts, Finding, rule
+from gspo.lint.facts import Facts, Finding, error, rule, warning
 
 
 @rule
@@ -26,14 +26,10 @@ def shortest_above_longest(f: Facts) -> Iterator[Finding]:
             )
 
 
-@rule
-def no_randomness(f: Facts) -> Iterator[Finding]:
+@error("gconfig.temperature", "set gconfig.temperature: 1.0 (eval_gconfig.temperature: 0 is for evaluations)")
+def no_randomness(f: Facts) -> str | None:
     if f.config.gconfig.temperature == 0:
-        yield f.error(
-            "gconfig.temperature",
-            "training samples without randomness: all completions of a prompt are equal and all advantages are 0",
-            "set gconfig.temperature: 1.0 (eval_gconfig.temperature: 0 is for evaluations)",
-        )
+        return "training samples without randomness: all completions of a prompt are equal and all advantages are 0"
 
 
 @rule
@@ -48,16 +44,14 @@ def longer_than_the_context(f: Facts) -> Iterator[Finding]:
         )
 
 
-@rule
-def longer_than_max_tokens(f: Facts) -> Iterator[Finding]:
+@error("gconfig.max_tokens", "raise gconfig.max_tokens, or lower gconfig.max_new_tokens")
+def longer_than_max_tokens(f: Facts) -> str | None:
     gconfig = f.config.gconfig
     wanted = (f.config.train_dataset.max_length or 0) + gconfig.max_new_tokens
     if gconfig.max_tokens is not None and wanted > gconfig.max_tokens:
-        yield f.error(
-            "gconfig.max_tokens",
+        return (
             f"{gconfig.max_tokens:,} is less than the longest prompt plus max_new_tokens ({wanted:,}); such prompts "
-            "are refused",
-            "raise gconfig.max_tokens, or lower gconfig.max_new_tokens",
+            "are refused"
         )
 
 
@@ -90,15 +84,11 @@ BEST = ("accuracy", "reward", "pass_at_k")  # higher is better; train/evaluate.p
 SANDBOX_SECONDS = 2  # that the sandbox of `code` may take beyond the program itself
 
 
-@rule
-def one_weight_per_function(f: Facts) -> Iterator[Finding]:
+@error("reward.weights", "give one weight per function, or remove reward.weights")
+def one_weight_per_function(f: Facts) -> str | None:
     reward = f.config.reward
     if reward.weights and reward.functions and len(reward.weights) != len(reward.functions):
-        yield f.error(
-            "reward.weights",
-            f"there are {len(reward.weights)} weights for {len(reward.functions)} functions",
-            "give one weight per function, or remove reward.weights",
-        )
+        return f"there are {len(reward.weights)} weights for {len(reward.functions)} functions"
 
 
 @rule
@@ -222,15 +212,11 @@ def code_without_a_sandbox(f: Facts) -> Iterator[Finding]:
 ENVIRONMENTS = ("tools", "self_correct")  # the built-in ones of envs/find.py
 
 
-@rule
-def unknown_environment(f: Facts) -> Iterator[Finding]:
+@error("env.path", "name your own environment as module:function or file.py:function")
+def unknown_environment(f: Facts) -> str | None:
     path = f.config.env.path
     if path is not None and ":" not in path and path not in ENVIRONMENTS:
-        yield f.error(
-            "env.path",
-            f"{path!r} is not a built-in environment; these are {', '.join(ENVIRONMENTS)}",
-            "name your own environment as module:function or file.py:function",
-        )
+        return f"{path!r} is not a built-in environment; these are {', '.join(ENVIRONMENTS)}"
 
 
 @rule
@@ -246,26 +232,18 @@ def more_turns_than_the_limit(f: Facts) -> Iterator[Finding]:
         )
 
 
-@rule
-def turn_discount_with_gae(f: Facts) -> Iterator[Finding]:
+@error("env.turn_discount", "set actor.discount, or an algorithm with a group advantage")
+def turn_discount_with_gae(f: Facts) -> str | None:
     env = f.config.env
     if env.path is not None and f.objective["advantage"] == "gae" and env.turn_discount < 1:
-        yield f.error(
-            "env.turn_discount",
-            "GAE discounts per token, not per turn",
-            "set actor.discount, or an algorithm with a group advantage",
-        )
+        return "GAE discounts per token, not per turn"
 
 
-@rule
-def turn_credit_averaged_over_a_trajectory(f: Facts) -> Iterator[Finding]:
+@warning("env.turn_discount", "set actor.sequence_unit: turn, or algorithm: gspo_token")
+def turn_credit_averaged_over_a_trajectory(f: Facts) -> str | None:
     is_whole = f.actor.sequence_unit == "trajectory"
     if f.objective["level"] == "sequence" and f.config.env.turn_discount < 1 and is_whole:
-        yield f.warn(
-            "env.turn_discount",
-            "the credit differs from turn to turn, but one ratio per trajectory uses its mean",
-            "set actor.sequence_unit: turn, or algorithm: gspo_token",
-        )
+        return "the credit differs from turn to turn, but one ratio per trajectory uses its mean"
 
 
 @rule
@@ -277,8 +255,8 @@ def two_players(f: Facts) -> Iterator[Finding]:
         )
 
 
-@rule
-def missing_command(f: Facts) -> Iterator[Finding]:
+@error("env.agent", "write its full path, or install it")
+def missing_command(f: Facts) -> str | None:
     command = f.config.env.agent
     if isinstance(command, list) and command and shutil.which(command[0]) is None:
-        yield f.error("env.agent", f"there is no program {command[0]}", "write its full path, or install it")
+        return f"there is no program {command[0]}"

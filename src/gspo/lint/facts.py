@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -184,3 +185,25 @@ def rule(function: Rule) -> Rule:
     """Make a function a rule: `lint` calls it. Its file must be a subject of `lint`."""
     RULES[function.__module__].append(function)
     return function
+
+
+Simple = Callable[[Facts], str | None]  # a rule about one key, with one remedy: what is wrong, or None
+
+
+def error(key: str, remedy: str) -> Callable[[Simple], Rule]:
+    """Make a function a rule that finds a contradiction."""
+    return functools.partial(_rule_of, "error", key, remedy)
+
+
+def warning(key: str, remedy: str) -> Callable[[Simple], Rule]:
+    """Make a function a rule that finds a suspicious setting."""
+    return functools.partial(_rule_of, "warning", key, remedy)
+
+
+def _rule_of(severity: Literal["warning", "error"], key: str, remedy: str, function: Simple) -> Rule:
+    @functools.wraps(function)
+    def findings(f: Facts) -> Iterator[Finding]:
+        if message := function(f):
+            yield Finding(severity, key, f.where(key), message, remedy)
+
+    return rule(findings)

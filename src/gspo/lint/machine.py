@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from gspo.config import TRAINERS, engine_flags, flags_of, layout_of, parse_backend
 from gspo.errors import ConfigError
-from gspo.lint.facts import Facts, Finding, rule
+from gspo.lint.facts import Facts, Finding, error, rule, warning
 from gspo.system import install_command, number
 
 # By what is trained: the learning rate above which a run is warned, the usual ones, and one to start with.
@@ -20,24 +20,16 @@ HIGH_LR = {
 }
 
 
-@rule
-def entropy_target_without_coefficient(f: Facts) -> Iterator[Finding]:
+@error("actor.entropy_target", "set actor.entropy_coef, for example 0.001, or actor.entropy_target: null")
+def entropy_target_without_coefficient(f: Facts) -> str | None:
     if f.actor.entropy_target is not None and not f.actor.entropy_coef:
-        yield f.error(
-            "actor.entropy_target",
-            "the coefficient that follows the target starts at actor.entropy_coef, which is 0",
-            "set actor.entropy_coef, for example 0.001, or actor.entropy_target: null",
-        )
+        return "the coefficient that follows the target starts at actor.entropy_coef, which is 0"
 
 
-@rule
-def zero_learning_rate(f: Facts) -> Iterator[Finding]:
+@warning("actor.optimizer.lr", "set actor.optimizer.lr: 1e-6, or 1e-5 with LoRA")
+def zero_learning_rate(f: Facts) -> str | None:
     if not f.actor.optimizer.lr:
-        yield f.warn(
-            "actor.optimizer.lr",
-            "a learning rate of 0 changes no weight",
-            "set actor.optimizer.lr: 1e-6, or 1e-5 with LoRA",
-        )
+        return "a learning rate of 0 changes no weight"
 
 
 @rule
@@ -58,34 +50,25 @@ def high_learning_rate(f: Facts) -> Iterator[Finding]:
             )
 
 
-@rule
-def adapter_on_no_module(f: Facts) -> Iterator[Finding]:
+@error("actor.target_modules", "set actor.target_modules: [all-linear]")
+def adapter_on_no_module(f: Facts) -> str | None:
     if f.actor.use_lora and not f.actor.target_modules:
-        yield f.error(
-            "actor.target_modules",
-            "the adapter has no target modules, so nothing is trained",
-            "set actor.target_modules: [all-linear]",
-        )
+        return "the adapter has no target modules, so nothing is trained"
 
 
-@rule
-def adapter_on_random_weights(f: Facts) -> Iterator[Finding]:
+@warning("actor.init_from_scratch", "set actor.use_lora: false, or actor.init_from_scratch: false")
+def adapter_on_random_weights(f: Facts) -> str | None:
     if f.actor.use_lora and f.actor.init_from_scratch:
-        yield f.warn(
-            "actor.init_from_scratch",
-            "an adapter on random, frozen weights cannot learn much",
-            "set actor.use_lora: false, or actor.init_from_scratch: false",
-        )
+        return "an adapter on random, frozen weights cannot learn much"
 
 
-@rule
-def eight_bit_moments_on_ranks(f: Facts) -> Iterator[Finding]:
+@error(
+    "actor.optimizer.type",
+    "set actor.backend: fsdp:d1, or actor.optimizer.type: adamw, whose moments are sharded over the ranks",
+)
+def eight_bit_moments_on_ranks(f: Facts) -> str | None:
     if f.actor.optimizer.type == "adamw8bit" and layout_of(f.config, f.num_gpus).ranks > 1:
-        yield f.error(
-            "actor.optimizer.type",
-            "adamw8bit packs the moments of whole tensors, and several ranks have shards of them",
-            "set actor.backend: fsdp:d1, or actor.optimizer.type: adamw, whose moments are sharded over the ranks",
-        )
+        return "adamw8bit packs the moments of whole tensors, and several ranks have shards of them"
 
 
 @rule
@@ -107,15 +90,11 @@ def offloaded_state(f: Facts) -> Iterator[Finding]:
         )
 
 
-@rule
-def quantised_weights_without_an_adapter(f: Facts) -> Iterator[Finding]:
+@error("actor.lora_base_bits", "set actor.use_lora: true, or remove actor.lora_base_bits")
+def quantised_weights_without_an_adapter(f: Facts) -> str | None:
     bits = f.actor.lora_base_bits
     if bits is not None and not f.actor.use_lora:
-        yield f.error(
-            "actor.lora_base_bits",
-            f"all weights are trained, and a weight of {bits} bits cannot hold an update of a small learning rate",
-            "set actor.use_lora: true, or remove actor.lora_base_bits",
-        )
+        return f"all weights are trained, and a weight of {bits} bits cannot hold an update of a small learning rate"
 
 
 @rule
@@ -148,24 +127,16 @@ def quantised_base_elsewhere(f: Facts) -> Iterator[Finding]:
             yield f.error(key, f"with actor.lora_base_bits, {what}", f"{remedy}, or remove actor.lora_base_bits")
 
 
-@rule
-def half_precision_on_cpu(f: Facts) -> Iterator[Finding]:
+@warning("actor.dtype", "set actor.dtype: auto, which is float32 on a CPU")
+def half_precision_on_cpu(f: Facts) -> str | None:
     if f.actor.dtype in ("bfloat16", "float16") and f.on_cpu:
-        yield f.warn(
-            "actor.dtype",
-            f"{f.actor.dtype} on a CPU is slow, and updates with a small learning rate are rounded to 0",
-            "set actor.dtype: auto, which is float32 on a CPU",
-        )
+        return f"{f.actor.dtype} on a CPU is slow, and updates with a small learning rate are rounded to 0"
 
 
-@rule
-def half_precision_head(f: Facts) -> Iterator[Finding]:
+@warning("actor.fp32_lm_head", "set actor.fp32_lm_head: true")
+def half_precision_head(f: Facts) -> str | None:
     if f.sequence_level and f.actor.fp32_lm_head is False and f.dtype in ("bfloat16", "float16"):
-        yield f.warn(
-            "actor.fp32_lm_head",
-            f"rounding of {f.dtype} logits alone can move a sequence ratio out of its clip range",
-            "set actor.fp32_lm_head: true",
-        )
+        return f"rounding of {f.dtype} logits alone can move a sequence ratio out of its clip range"
 
 
 @rule
@@ -206,35 +177,25 @@ def engine_flags_refused(f: Facts) -> Iterator[Finding]:
         yield f.error(engine, str(error), f"write every flag below {engine} by the engine's own name for it")
 
 
-@rule
-def sampling_ahead_on_a_shared_gpu(f: Facts) -> Iterator[Finding]:
+@error("rollout.max_head_offpolicyness", "set rollout.max_head_offpolicyness: 0")
+def sampling_ahead_on_a_shared_gpu(f: Facts) -> str | None:
     if f.external_sampler and layout_of(f.config, f.num_gpus).is_colocated and f.max_staleness > 0:
-        yield f.error(
-            "rollout.max_head_offpolicyness",
-            "trainer and engine share one GPU: the engine sleeps while the trainer works, so it cannot sample ahead",
-            "set rollout.max_head_offpolicyness: 0",
-        )
+        return "trainer and engine share one GPU: the engine sleeps while the trainer works, so it cannot sample ahead"
 
 
-@rule
-def rounded_weights_on_servers(f: Facts) -> Iterator[Finding]:
+@error("rollout.sampler_precision", "set rollout.backend: local, or rollout.sampler_precision: none")
+def rounded_weights_on_servers(f: Facts) -> str | None:
     rounded = f.config.rollout.sampler_precision
     if rounded != "none" and not f.in_process:
-        yield f.error(
-            "rollout.sampler_precision",
-            f"{rounded} rounds the weights of the in-process sampler, but this config samples with servers",
-            "set rollout.backend: local, or rollout.sampler_precision: none",
-        )
+        return f"{rounded} rounds the weights of the in-process sampler, but this config samples with servers"
 
 
-@rule
-def broadcast_to_an_engine_that_reads_files(f: Facts) -> Iterator[Finding]:
+@error("actor.weight_update_mode", "set actor.weight_update_mode: disk or auto")
+def broadcast_to_an_engine_that_reads_files(f: Facts) -> str | None:
     is_users_own = flags_of(f.config).get("url") is not None
     if f.actor.weight_update_mode == "broadcast" and (is_users_own or not f.engine.takes_broadcast):
-        yield f.error(
-            "actor.weight_update_mode",
-            f"{f.engine.name}{', if you start it yourself,' * f.engine.takes_broadcast} only loads weights from files",
-            "set actor.weight_update_mode: disk or auto",
+        return (
+            f"{f.engine.name}{', if you start it yourself,' * f.engine.takes_broadcast} only loads weights from files"
         )
 
 

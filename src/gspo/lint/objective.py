@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gspo.config import Norm, RewardNorm, algorithm_in, flags_of, layout_of
-from gspo.lint.facts import Facts, Finding, rule
+from gspo.lint.facts import Facts, Finding, error, rule, warning
 from gspo.system import by_name, number
 
 
@@ -22,65 +22,46 @@ def kl_without_reference(f: Facts) -> Iterator[Finding]:
             )
 
 
-@rule
-def kl_counted_twice(f: Facts) -> Iterator[Finding]:
+@warning("actor.kl_ctl", "set one of actor.kl_ctl and actor.kl_loss_coef to 0")
+def kl_counted_twice(f: Facts) -> str | None:
     if f.actor.kl_loss_coef > 0 and f.actor.kl_ctl > 0:
-        yield f.warn(
-            "actor.kl_ctl",
-            "the KL to the reference counts twice: in the reward and in the loss",
-            "set one of actor.kl_ctl and actor.kl_loss_coef to 0",
-        )
+        return "the KL to the reference counts twice: in the reward and in the loss"
 
 
-@rule
-def k1_in_the_loss(f: Facts) -> Iterator[Finding]:
+@warning(
+    "actor.kl_estimator",
+    "set actor.kl_estimator: k3 (the default in the loss) or k2, or use actor.kl_ctl, where k1 is correct",
+)
+def k1_in_the_loss(f: Facts) -> str | None:
     if f.actor.kl_loss_coef > 0 and f.actor.kl_estimator == "k1":
-        yield f.warn(
-            "actor.kl_estimator",
-            "the gradient of k1 in the loss is 0 on average, so it does not keep the policy near the reference",
-            "set actor.kl_estimator: k3 (the default in the loss) or k2, or use actor.kl_ctl, where k1 is correct",
-        )
+        return "the gradient of k1 in the loss is 0 on average, so it does not keep the policy near the reference"
 
 
-@rule
-def kl_reward_averaged_over_a_sequence(f: Facts) -> Iterator[Finding]:
+@warning(
+    "actor.kl_ctl", "set algorithm: gspo_token, which keeps per-token advantages, or use actor.kl_loss_coef instead"
+)
+def kl_reward_averaged_over_a_sequence(f: Facts) -> str | None:
     if f.objective["level"] == "sequence" and f.actor.kl_ctl > 0:
-        yield f.warn(
-            "actor.kl_ctl",
-            "a KL penalty in the reward differs from token to token, but one ratio per sequence uses its mean",
-            "set algorithm: gspo_token, which keeps per-token advantages, or use actor.kl_loss_coef instead",
-        )
+        return "a KL penalty in the reward differs from token to token, but one ratio per sequence uses its mean"
 
 
-@rule
-def distillation_without_a_teacher(f: Facts) -> Iterator[Finding]:
+@error("algorithm", "set teacher.path to a model with the policy's vocabulary, or choose algorithm: gspo")
+def distillation_without_a_teacher(f: Facts) -> str | None:
     if f.objective["advantage"] == "teacher" and not (f.config.teacher and f.config.teacher.path):
-        yield f.error(
-            "algorithm",
-            "distill needs a teacher, but teacher.path is not set",
-            "set teacher.path to a model with the policy's vocabulary, or choose algorithm: gspo",
-        )
+        return "distill needs a teacher, but teacher.path is not set"
 
 
-@rule
-def teacher_without_distillation(f: Facts) -> Iterator[Finding]:
+@error("teacher", "choose algorithm: distill, or remove the teacher section")
+def teacher_without_distillation(f: Facts) -> str | None:
     if f.objective["advantage"] != "teacher" and f.config.teacher is not None:
-        yield f.error(
-            "teacher",
-            f"{f.objective['name']} does not use a teacher",
-            "choose algorithm: distill, or remove the teacher section",
-        )
+        return f"{f.objective['name']} does not use a teacher"
 
 
-@rule
-def exact_kl_on_several_ranks(f: Facts) -> Iterator[Finding]:
+@error("teacher.exact_kl", "remove teacher.exact_kl, or set actor.backend: fsdp:d1")
+def exact_kl_on_several_ranks(f: Facts) -> str | None:
     teacher = f.config.teacher
     if teacher is not None and teacher.exact_kl is not None and layout_of(f.config, f.num_gpus).ranks > 1:
-        yield f.error(
-            "teacher.exact_kl",
-            "the exact KL needs the whole heads of both models in one rank, and several ranks train",
-            "remove teacher.exact_kl, or set actor.backend: fsdp:d1",
-        )
+        return "the exact KL needs the whole heads of both models in one rank, and several ranks train"
 
 
 @rule
@@ -115,14 +96,10 @@ def gae_without_critic(f: Facts) -> Iterator[Finding]:
         )
 
 
-@rule
-def critic_without_gae(f: Facts) -> Iterator[Finding]:
+@warning("critic", "remove the critic section, or choose algorithm: ppo")
+def critic_without_gae(f: Facts) -> str | None:
     if f.objective["advantage"] != "gae" and f.config.critic is not None:
-        yield f.warn(
-            "critic",
-            f"{f.objective['name']} computes advantages from the group, so the critic is never used",
-            "remove the critic section, or choose algorithm: ppo",
-        )
+        return f"{f.objective['name']} computes advantages from the group, so the critic is never used"
 
 
 @rule
@@ -176,14 +153,10 @@ def _by_group(f: Facts) -> bool:
     return chosen in GROUP_ADVANTAGES or (chosen != "gae" and _uses_groups(f.actor.reward_norm))
 
 
-@rule
-def group_of_one(f: Facts) -> Iterator[Finding]:
+@error("gconfig.n_samples", "set gconfig.n_samples: 8 (or more), or choose algorithm: reinforce_pp or ppo")
+def group_of_one(f: Facts) -> str | None:
     if f.config.gconfig.n_samples == 1 and _by_group(f):
-        yield f.error(
-            "gconfig.n_samples",
-            f"the {f.objective['advantage']} advantage of a group of one sample is always 0",
-            "set gconfig.n_samples: 8 (or more), or choose algorithm: reinforce_pp or ppo",
-        )
+        return f"the {f.objective['advantage']} advantage of a group of one sample is always 0"
 
 
 @rule
@@ -197,25 +170,17 @@ def every_group_rejected(f: Facts) -> Iterator[Finding]:
         )
 
 
-@rule
-def norm_replaces_the_advantage(f: Facts) -> Iterator[Finding]:
+@warning("actor.reward_norm", "remove actor.reward_norm, or choose the algorithm with this advantage")
+def norm_replaces_the_advantage(f: Facts) -> str | None:
     chosen, own = f.objective["advantage"], algorithm_in(f.config).advantage
     if f.actor.reward_norm is not None and f.loaded.is_set("algorithm") and own != "gae" and chosen != own:
-        yield f.warn(
-            "actor.reward_norm",
-            f"replaces the advantage of {f.objective['name']} ({own}) by {chosen}",
-            "remove actor.reward_norm, or choose the algorithm with this advantage",
-        )
+        return f"replaces the advantage of {f.objective['name']} ({own}) by {chosen}"
 
 
-@rule
-def normalised_twice(f: Facts) -> Iterator[Finding]:
+@warning("actor.adv_norm", "remove actor.adv_norm, or set its levels to batch")
+def normalised_twice(f: Facts) -> str | None:
     if _by_group(f) and _uses_groups(f.actor.adv_norm):
-        yield f.warn(
-            "actor.adv_norm",
-            "the advantages are already normalised within their group; actor.adv_norm does it a second time",
-            "remove actor.adv_norm, or set its levels to batch",
-        )
+        return "the advantages are already normalised within their group; actor.adv_norm does it a second time"
 
 
 @rule
@@ -229,14 +194,10 @@ def overlong_tail_too_long(f: Facts) -> Iterator[Finding]:
         )
 
 
-@rule
-def every_completion_masked(f: Facts) -> Iterator[Finding]:
+@error("actor.mask_no_eos_with_zero", "set gconfig.ignore_eos: false, or actor.mask_no_eos_with_zero: false")
+def every_completion_masked(f: Facts) -> str | None:
     if f.actor.mask_no_eos_with_zero and f.config.gconfig.ignore_eos and not f.config.gconfig.stop:
-        yield f.error(
-            "actor.mask_no_eos_with_zero",
-            "with gconfig.ignore_eos every completion is truncated, so every advantage would be 0",
-            "set gconfig.ignore_eos: false, or actor.mask_no_eos_with_zero: false",
-        )
+        return "with gconfig.ignore_eos every completion is truncated, so every advantage would be 0"
 
 
 WIDE_EPS = 0.05  # the geometric mean of a completion almost never moves this far from 1; twice as far if it is brief
@@ -246,42 +207,32 @@ SHORT_TOKENS, LONG_EPS = 64, 5e-4  # the paper's 3e-4 / 4e-4 is for completions 
 FLOAT32_EPS = 1e-5  # float32 rounding alone moves log s by about 1e-6
 
 
-@rule
-def objective_without_file(f: Facts) -> Iterator[Finding]:
+@error("algorithm", "correct the path")
+def objective_without_file(f: Facts) -> str | None:
     file = str(f.config.algorithm).rpartition(":")[0]
     if f.objective["of_user"] and file.endswith(".py") and not Path(file).is_file():
-        yield f.error("algorithm", f"there is no file {file} (looked in {Path.cwd()})", "correct the path")
+        return f"there is no file {file} (looked in {Path.cwd()})"
 
 
-@rule
-def auto_without_clipping(f: Facts) -> Iterator[Finding]:
+@error("actor.eps_clip", "remove actor.eps_clip")
+def auto_without_clipping(f: Facts) -> str | None:
     if f.actor.eps_clip == "auto" and not f.objective["eps_auto"]:
-        yield f.error(
-            "actor.eps_clip",
-            f"auto adjusts a clip range, but {f.objective['name']} does not clip",
-            "remove actor.eps_clip",
-        )
+        return f"auto adjusts a clip range, but {f.objective['name']} does not clip"
 
 
-@rule
-def auto_per_token(f: Facts) -> Iterator[Finding]:
+@error("actor.eps_clip", "set actor.importance_sampling_level: sequence, or set actor.eps_clip to a number such as 0.2")
+def auto_per_token(f: Facts) -> str | None:
     if f.objective["eps_auto"] and not f.sequence_level:
-        yield f.error(
-            "actor.eps_clip",
-            "auto follows the quantiles of the sequence ratio, but this objective has one ratio per token",
-            "set actor.importance_sampling_level: sequence, or set actor.eps_clip to a number such as 0.2",
-        )
+        return "auto follows the quantiles of the sequence ratio, but this objective has one ratio per token"
 
 
-@rule
-def lower_bound_at_zero(f: Facts) -> Iterator[Finding]:
+@error("actor.eps_clip", "set actor.eps_clip below 1 (and actor.eps_clip_higher for the upper bound)")
+def lower_bound_at_zero(f: Facts) -> str | None:
     if f.clips is not None and f.clips[0] >= 1:
         low = f.clips[0]
-        yield f.error(
-            "actor.eps_clip",
+        return (
             f"ε = {number(low)} gives the lower bound 1 − ε = {1 - low:g}; a ratio of probabilities is always above 0, "
-            "so it never reaches this bound",
-            "set actor.eps_clip below 1 (and actor.eps_clip_higher for the upper bound)",
+            "so it never reaches this bound"
         )
 
 
@@ -348,32 +299,28 @@ def too_narrow_for_the_dtype(f: Facts) -> Iterator[Finding]:
         )
 
 
-@rule
-def ratio_always_one(f: Facts) -> Iterator[Finding]:
+@warning("actor.ppo_n_minibatches", "set actor.ppo_n_minibatches: 4, as in the paper")
+def ratio_always_one(f: Facts) -> str | None:
     from_trainer = f.objective["proximal"] in ("auto", "recompute")
     if f.num_updates > 1 or not from_trainer or f.objective["of_user"]:
-        return
+        return None
     rest = (
         "only the π_old/μ weight has an effect" if f.objective["corrected"] else "GSPO, GSPO-token and GRPO are equal"
     )
     auto = ", and eps_clip: auto has no ratios to follow" if f.objective["eps_auto"] else ""
-    yield f.warn(
-        "actor.ppo_n_minibatches",
+    return (
         "with one update per rollout batch and π_old from the trainer every ratio is exactly 1: nothing is clipped, "
-        f"{rest}{auto}",
-        "set actor.ppo_n_minibatches: 4, as in the paper",
+        f"{rest}{auto}"
     )
 
 
-@rule
-def token_aggregation(f: Facts) -> Iterator[Finding]:
+@warning("actor.loss_aggregation", "set actor.loss_aggregation: sequence_mean (the paper) or sequence_sum (LUSPO)")
+def token_aggregation(f: Facts) -> str | None:
     chosen = f.objective["aggregation"]
     if f.sequence_level and chosen.startswith("token_") and not f.objective["of_user"]:
-        yield f.warn(
-            "actor.loss_aggregation",
+        return (
             f"{chosen} weights a completion by its length, but {f.objective['name']} uses sequence ratios; in the "
-            "paper every completion has the same weight",
-            "set actor.loss_aggregation: sequence_mean (the paper) or sequence_sum (LUSPO)",
+            "paper every completion has the same weight"
         )
 
 
@@ -381,36 +328,31 @@ LONG_PRODUCT = 1000  # tokens from which the product of token ratios is advised 
 SAMPLER_NOISE = 2e-3  # published sampler-trainer KL per token: 6e-4 dense, 1.5e-3 MoE
 
 
-@rule
-def decoupled_without_effect(f: Facts) -> Iterator[Finding]:
+@error("actor.use_decoupled_loss", "set actor.prox_logp_method: recompute, or actor.use_decoupled_loss: false")
+def decoupled_without_effect(f: Facts) -> str | None:
     if f.actor.use_decoupled_loss and f.objective["proximal"] == "rollout":
-        yield f.error(
-            "actor.use_decoupled_loss",
-            "π_old is the sampler's policy μ (prox_logp_method rollout), so the weight π_old/μ is always 1",
-            "set actor.prox_logp_method: recompute, or actor.use_decoupled_loss: false",
-        )
+        return "π_old is the sampler's policy μ (prox_logp_method rollout), so the weight π_old/μ is always 1"
 
 
-@rule
-def staleness_without_correction(f: Facts) -> Iterator[Finding]:
+@warning("rollout.max_head_offpolicyness", "set actor.use_decoupled_loss: true, which multiplies the loss by π_old/μ")
+def staleness_without_correction(f: Facts) -> str | None:
     stale = f.max_staleness
     if stale > 0 and f.objective["proximal"] != "rollout" and not f.objective["corrected"]:
-        yield f.warn(
-            "rollout.max_head_offpolicyness",
+        return (
             f"samples may be {stale} weight versions old, and π_old comes from the trainer: the difference between "
-            "sampler and trainer is neither corrected nor clipped",
-            "set actor.use_decoupled_loss: true, which multiplies the loss by π_old/μ",
+            "sampler and trainer is neither corrected nor clipped"
         )
 
 
-@rule
-def staleness_uses_up_the_clip_range(f: Facts) -> Iterator[Finding]:
+@warning(
+    "actor.prox_logp_method",
+    "set actor.use_decoupled_loss: true, which clips against the trainer's π_old and multiplies by π_old/μ",
+)
+def staleness_uses_up_the_clip_range(f: Facts) -> str | None:
     if f.max_staleness > 0 and f.objective["proximal"] == "rollout" and f.clips:
-        yield f.warn(
-            "actor.prox_logp_method",
+        return (
             f"the ratio compares with samplers up to {f.max_staleness} weight versions old, so the ratio can leave the "
-            f"clip range (ε = {number(min(f.clips))}) before the first update",
-            "set actor.use_decoupled_loss: true, which clips against the trainer's π_old and multiplies by π_old/μ",
+            f"clip range (ε = {number(min(f.clips))}) before the first update"
         )
 
 
@@ -449,30 +391,29 @@ def truncated_sampling_without_kept_sets(f: Facts) -> Iterator[Finding]:
         )
 
 
-@rule
-def noisy_sampler(f: Facts) -> Iterator[Finding]:
+@warning(
+    "actor.prox_logp_method",
+    "measure it with `gspo doctor --probe`; set actor.prox_logp_method: recompute, or an ε above the noise",
+)
+def noisy_sampler(f: Facts) -> str | None:
     if f.objective["proximal"] != "rollout" or not f.sequence_level or not f.external_sampler or not f.clips:
-        return
+        return None
     if min(f.clips) < SAMPLER_NOISE:
-        yield f.warn(
-            "actor.prox_logp_method",
+        return (
             f"{f.external_sampler}'s log-probs differ from the trainer's by 6e-4 to 1.5e-3 per token (published "
-            f"values), which is more than ε = {number(min(f.clips))}: sequences are clipped before any update",
-            "measure it with `gspo doctor --probe`; set actor.prox_logp_method: recompute, or an ε above the noise",
+            f"values), which is more than ε = {number(min(f.clips))}: sequences are clipped before any update"
         )
 
 
-@rule
-def correction_without_bounds(f: Facts) -> Iterator[Finding]:
+@warning(
+    "actor.rejection_sampling.upper", "set actor.rejection_sampling.upper, for example 2.0, or a preset such as tis"
+)
+def correction_without_bounds(f: Facts) -> str | None:
     correction = f.actor.rejection_sampling
     if correction is None or not f.objective["corrected"]:
-        return
+        return None
     if correction.upper is None and correction.lower is None:
-        yield f.warn(
-            "actor.rejection_sampling.upper",
-            "a correction without bounds drops nothing and truncates nothing",
-            "set actor.rejection_sampling.upper, for example 2.0, or a preset such as tis",
-        )
+        return "a correction without bounds drops nothing and truncates nothing"
 
 
 @rule
@@ -502,27 +443,21 @@ def product_of_ratios(f: Facts) -> Iterator[Finding]:
         )
 
 
-@rule
-def routes_without_a_proximal_pass(f: Facts) -> Iterator[Finding]:
+@error("actor.routing_replay", "set actor.prox_logp_method: recompute, or actor.routing_replay: rollout")
+def routes_without_a_proximal_pass(f: Facts) -> str | None:
     proximal = f.objective["proximal"]
     if f.actor.routing_replay == "proximal" and proximal not in ("auto", "recompute"):
-        yield f.error(
-            "actor.routing_replay",
+        return (
             f"proximal replays the expert routes of the trainer's π_old forward pass, but prox_logp_method {proximal} "
-            "has no such pass",
-            "set actor.prox_logp_method: recompute, or actor.routing_replay: rollout",
+            "has no such pass"
         )
 
 
-@rule
-def routes_of_an_external_sampler(f: Facts) -> Iterator[Finding]:
+@error("actor.routing_replay", "set rollout.backend: local:dN (gspo's own servers), or actor.routing_replay: proximal")
+def routes_of_an_external_sampler(f: Facts) -> str | None:
     if f.actor.routing_replay != "rollout" or not f.engine.no_routes:
-        return
+        return None
     why = by_name(f.engine.no_routes)(flags_of(f.config), f.num_gpus)
     if not why:
-        return
-    yield f.error(
-        "actor.routing_replay",
-        f"rollout replays the sampler's expert routes, but {why}",
-        "set rollout.backend: local:dN (gspo's own servers), or actor.routing_replay: proximal",
-    )
+        return None
+    return f"rollout replays the sampler's expert routes, but {why}"

@@ -1,9 +1,8 @@
 """Contradictions and advice about a resolved config. Torch-free.
 
-A rule is a function with the decorator `@rule`: it looks at the whole config and yields findings. A finding names a
-key, the place where it was set, what is wrong, and a remedy. Contradictions are errors, suspicious settings are
-warnings. `gspo doctor` prints all findings of `lint`; a run calls `check` before it
-starts.
+A rule is a function with a decorator: it looks at the whole config and yields findings (`@rule`), or returns what is
+wrong with one key (`@error`, `@warning`). A finding names a key, the place where it was set, what is wrong, and a
+remedy. `gspo doctor` prints all findings of `lint`; a run calls `check` before it starts.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from gspo.system import parse_yaml
 class ForeignKey:
     """One key of another system.
 
-    >>> print(find("num_generations").sentence)
-    `gconfig.n_samples`
+    >>> find("num_generations").ours
+    'gconfig.n_samples'
     """
 
     system: Literal["TRL", "verl"]
@@ -30,13 +30,6 @@ class ForeignKey:
     fate: Literal["mapped", "needless", "unsupported"]
     ours: str
     note: str
-
-    @property
-    def sentence(self) -> str:
-        """For the table of docs/migrating.md."""
-        if self.fate == "mapped":
-            return f"`{self.ours}`" + (f": {self.note}" if self.note else "")
-        return f"{'not needed' if self.fate == 'needless' else 'not supported'}: {self.note}"
 
     def complaint(self, written: str) -> str:
         """For a config that uses it."""

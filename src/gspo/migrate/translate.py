@@ -118,26 +118,21 @@ def weight_cap(move: Move) -> None:
 
 
 def group_size(move: Move) -> None:
-    move.set("gconfig.n_samples", move.node)
-    move.say(f"is now gconfig.n_samples: {written(move.node.data())}")
+    _become(move, "gconfig.n_samples", move.node)
 
 
 def dynamic_sampling(move: Move) -> None:
     on = move.switch()
     if on is None:
         return
-    move.set("actor.zero_variance_groups", "refill" if on else "count")
-    extra = (
-        " (groups of equal rewards are resampled and the batch keeps its size; `drop` makes it smaller)" if on else ""
-    )
-    move.say(f"is now actor.zero_variance_groups: {'refill' if on else 'count'}{extra}")
+    why = " (groups of equal rewards are resampled and the batch keeps its size; `drop` makes it smaller)" if on else ""
+    _become(move, "actor.zero_variance_groups", "refill" if on else "count", why)
 
 
 def dynamic_bs(move: Move) -> None:
     on = move.switch()
     if on:
-        move.set("actor.zero_variance_groups", "drop")
-        move.say("is now actor.zero_variance_groups: drop")
+        _become(move, "actor.zero_variance_groups", "drop")
     elif on is False:
         move.drop("the batch size is fixed unless actor.zero_variance_groups is drop")
 
@@ -166,8 +161,7 @@ def loss_switch(algorithm: str) -> Callable[[Move], None]:
         if on is False and existing is not None and existing.data() == algorithm:
             move.refuse(f"false contradicts algorithm: {algorithm} ({existing.place}); remove it")
         elif on and (existing is None or existing.data() != algorithm):
-            move.set("algorithm", algorithm)
-            move.say(f"is now algorithm: {algorithm}")
+            _become(move, "algorithm", algorithm)
         elif on or move.node.value in (None, False):
             move.drop("algorithm decides")
 
@@ -185,8 +179,7 @@ def tensorboard(move: Move) -> None:
             f"{child.place}: {move.rule.key}.{name} is not a known key; {move.rule.key} is true or false"
         )
     on = path is not None and path.value is not None
-    move.set(move.rule.key, on)
-    move.say(f"is now {move.rule.key}: {written(on)}" + ("; events are written to the run directory" if on else ""))
+    _become(move, move.rule.key, on, "; events are written to the run directory" if on else "")
 
 
 def trackio(move: Move) -> None:
@@ -198,10 +191,7 @@ def trackio(move: Move) -> None:
     if on and space is not None and space.value is not None:
         move.refuse("space_id is not supported, the database is written to the run directory; remove space_id")
         return
-    move.set(move.rule.key, on)
-    move.say(
-        f"is now {move.rule.key}: {written(on)}" + ("; its database is written to the run directory" if on else "")
-    )
+    _become(move, move.rule.key, on, "; its database is written to the run directory" if on else "")
 
 
 def perf_tracer(move: Move) -> None:
@@ -289,8 +279,7 @@ def recompute_logprob(move: Move) -> None:
     is_corrected = correction is not None and correction.value is not None if switch is None else switch.value is True
     chosen = "recompute" if on or is_corrected else "rollout"
     tree.pop(move.root, "actor.prox_logp_method")
-    move.set("actor.prox_logp_method", chosen)
-    move.say(f"is now actor.prox_logp_method: {chosen}")
+    _become(move, "actor.prox_logp_method", chosen)
 
 
 def norm_group_size(move: Move) -> None:
@@ -306,13 +295,12 @@ def norm_group_size(move: Move) -> None:
 def consumer_batch_size(move: Move) -> None:
     """It had precedence over train_dataset.batch_size, which is now the only key."""
     target, value = "train_dataset.batch_size", move.node.data()
-    existing = tree.get(move.root, target)
-    from_command_line = existing is not None and existing.from_command_line and not move.node.from_command_line
-    if value is None or from_command_line or value == move.value_of(target):
-        move.drop(f"{target} decides" if value is None or from_command_line else f"it repeats {target}")
-        return
-    tree.put(move.root, target, move.node)
-    move.say(f"is now {target}: {written(value)}")
+    if value is None or _is_overridden(move, target):
+        move.drop(f"{target} decides")
+    elif value == move.value_of(target):
+        move.drop(f"it repeats {target}")
+    else:
+        _put(move, target, move.node)
 
 
 def smaller_of(target: str) -> Callable[[Move], None]:
@@ -326,8 +314,7 @@ def smaller_of(target: str) -> Callable[[Move], None]:
         if isinstance(existing, int | float) and isinstance(value, int | float) and existing <= value:
             move.drop(f"{target}: {written(existing)} is not larger")
             return
-        tree.put(move.root, target, move.node)
-        move.say(f"is now {target}: {written(move.node.data())}")
+        _put(move, target, move.node)
 
     return translate
 
@@ -336,18 +323,22 @@ def greedy(move: Move) -> None:
     """Greedy decoding is temperature 0, which is the default of an evaluation."""
     target = move.rule.key.replace("greedy", "temperature")
     existing, on = tree.get(move.root, target), None if move.node.value is None else move.switch()
-    is_overridden = existing is not None and existing.from_command_line and not move.node.from_command_line
-    if on and not is_overridden:
-        tree.put(move.root, target, Node(0.0, move.node.place, text="0", settled=True))
-        move.say(f"is now {target}: 0")
+    if on and not _is_overridden(move, target):
+        _put(move, target, 0.0)
     elif on is False and existing is None and target.startswith("eval_"):
-        move.set(target, move.value_of("gconfig.temperature"))
-        move.say(f"is now {target}: {written(move.value_of(target))}")
+        _become(move, target, move.value_of("gconfig.temperature"))
     elif on is not None or move.node.value is None:
         move.drop(f"{target} decides")
 
 
+def _become(move: Move, target: str, value: Any, extra: str = "") -> None:
+    """Give our key the value, if the command line does not set it, and say so."""
+    move.set(target, value)
+    move.say(f"is now {target}: {written(value.data() if isinstance(value, Node) else value)}{extra}")
+
+
 def _put(move: Move, target: str, value: Any) -> None:
+    """Replace the value of our key, and say so."""
     node = value if isinstance(value, Node) else Node(value, move.node.place, text=written(value), settled=True)
     tree.put(move.root, target, node)
     move.say(f"is now {target}: {written(node.data())}")

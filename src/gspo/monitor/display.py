@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group, RenderableType
@@ -27,7 +27,9 @@ SHORT = 14  # a terminal with fewer lines shows the first two curves only
 Example = tuple[str, str, bool]  # prompt, completion, whether it was rewarded
 
 
-class Display(Protocol):
+class Display:
+    """Shows nothing, for ranks other than 0; a display overrides what it shows."""
+
     def say(self, message: str) -> None: ...
     def phase(self, name: str) -> None: ...
     def start_at(self, step: int) -> None: ...
@@ -63,17 +65,7 @@ class Pace:
         return duration(round(sum(self._recent) / len(self._recent) * (self._total - step)))
 
 
-class Silent:
-    """No display, for ranks other than 0."""
-
-    def say(self, message: str) -> None: ...
-    def phase(self, name: str) -> None: ...
-    def start_at(self, step: int) -> None: ...
-    def step(self, metrics: Mapping[str, Any], example: Example | None) -> None: ...
-    def close(self) -> None: ...
-
-
-class Lines:
+class Lines(Display):
     """One line per step on stdout; on a terminal of known width, as many figures as fit into a line."""
 
     def __init__(self, total_steps: int, width: int | None = None) -> None:
@@ -81,12 +73,6 @@ class Lines:
 
     def say(self, message: str) -> None:
         print_line(inert(message))
-
-    def phase(self, name: str) -> None:
-        pass
-
-    def start_at(self, step: int) -> None:
-        pass
 
     def step(self, metrics: Mapping[str, Any], example: Example | None) -> None:
         self._pace.add(metrics)
@@ -103,7 +89,7 @@ class Lines:
         sys.stdout.flush()
 
 
-class LivePanel:
+class LivePanel(Display):
     """Progress and time left, a curve for each important figure, speed, and one completion."""
 
     def __init__(self, console: Console, title: str, total_steps: int) -> None:
@@ -290,7 +276,7 @@ def in_notebook() -> bool:
     return ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None
 
 
-class NotebookPanel(Silent):
+class NotebookPanel(Display):
     """Progress, time left, the figures of the last step, and curves; messages are printed below."""
 
     def __init__(self, title: str, total_steps: int) -> None:

@@ -531,7 +531,7 @@ def publish_s(model: ModelSize, gpu: Gpu, num_servers: int, *, pipelined: bool =
     """Seconds until all servers have a new version: rank 0 computes its digest and sends it to each server.
 
     Everything passes through the network of rank 0. pipelined: each server passes on what it receives, and every rank
-    computes the digest of its shard (CONTRIBUTING.md, not built).
+    computes the digest of its shard (docs/scaling.md, not built).
     """
     num_bytes = model.parameters * WEIGHT
     if pipelined:

@@ -6,13 +6,14 @@ from gspo.system import face
 
 if TYPE_CHECKING:
     # fmt: off
+    from gspo.report.advice import advise
     from gspo.report.card import CONFIG, Exported, model_card
     from gspo.report.cards import answers
     from gspo.report.comparison import compare
     from gspo.report.comparison_page import compare_view, write_page
     from gspo.report.page.page import BUDGET, write_report
     from gspo.report.page.watch import Watch
-    from gspo.report.plot import STYLE, plot_run
+    from gspo.report.plot import COLORS, STYLE, plot_run
     from gspo.report.read import (
         best_step, choose_step, is_run, open_run, read_checkpoints, read_metrics, runs_below, status_of,
     )

@@ -103,18 +103,20 @@ def answers(
     steps: Sequence[Row],
     stories: Sequence[Mapping[str, Any]],
     suggested: tuple[float, float, int, int] | None,
+    advice: Sequence[Answer] = (),
 ) -> list[Answer]:
-    """The five questions with their answers."""
+    """The questions with their answers; `advice` comes after the first."""
     return [
         _learned(summary),
+        *advice,
         _clipped(summary, steps, stories),
-        _worst(stories),
         _eps(summary, steps, suggested),
+        _worst(stories),
         _time(steps),
     ]
 
 
-def _answer(question: str, section: str, verdict: str | None, text: str, more: str = "") -> Answer:
+def card(question: str, section: str, verdict: str | None, text: str, more: str = "") -> Answer:
     return {"question": question, "section": section, "verdict": verdict, "text": text, "more": more}
 
 
@@ -128,44 +130,42 @@ def _learned(s: RunSummary) -> Answer:
         reward += f", held-out {s.held_out_loss[0]:.3f} → {s.held_out_loss[1]:.3f}." if s.held_out_loss else "."
     if s.score is None or s.score_end is None or s.evaluations < 2:
         evaluated = "There was no evaluation on held-out problems." if not s.evaluations else "Only one evaluation."
-        return _answer(question, section, None, reward or "No step yet.", f"{evaluated} See evaluator.freq_steps.")
+        return card(question, section, None, reward or "No step yet.", f"{evaluated} See evaluator.freq_steps.")
     (start, low, high), (end, low_end, high_end) = s.score, s.score_end
     text = f"{score_name(s)} {shown(start, s.graded)} → {shown(end, s.graded)} on {s.problems or 0:,} problems."
     if start == end:
-        return _answer(question, section, "bad", f"No: {text}", reward)
+        return card(question, section, "bad", f"No: {text}", reward)
     text = f"{text[0].upper()}{text[1:]}"
     # Intervals that do not overlap are a conservative test for a difference.
     if low_end > high:
-        return _answer(question, section, "good", text, f"The 95 % intervals do not overlap. {reward}")
+        return card(question, section, "good", text, f"The 95 % intervals do not overlap. {reward}")
     if high_end < low:
-        return _answer(question, section, "bad", text, f"It got worse: the 95 % intervals do not overlap. {reward}")
-    return _answer(
-        question, section, "note", text, f"The 95 % intervals overlap, so the change may be chance. {reward}"
-    )
+        return card(question, section, "bad", text, f"It got worse: the 95 % intervals do not overlap. {reward}")
+    return card(question, section, "note", text, f"The 95 % intervals overlap, so the change may be chance. {reward}")
 
 
 def _clipped(s: RunSummary, steps: Sequence[Row], stories: Sequence[Mapping[str, Any]]) -> Answer:
     question, section = "Was anything clipped, and why?", "clipping"
     # GMPO, CISPO or an objective of the user may clip without ε.
     if s.eps is None and not (s.clipped_low or s.clipped_high):
-        return _answer(question, section, None, "This objective does not clip the ratio.")
+        return card(question, section, None, "This objective does not clip the ratio.")
     if s.clipped_low is None or s.clipped_high is None:
         tokens = _mean_share(steps, "tokens")
         if tokens is None:
-            return _answer(question, section, None, "No update with a ratio other than 1 yet.")
+            return card(question, section, None, "No update with a ratio other than 1 yet.")
         text = f"{percent(tokens)} of the tokens." if tokens else "Nothing was clipped."
         why = "Shares by sequence and by sign of the advantage were not recorded."
-        return _answer(question, section, "note" if tokens == 0 else "bad" if tokens > 0.5 else "good", text, why)
+        return card(question, section, "note" if tokens == 0 else "bad" if tokens > 0.5 else "good", text, why)
     share = s.clipped_low + s.clipped_high
     whole, ratio = ("sequence", "s") if s.by_sequence else ("token", "a token's ratio")
     if share == 0:
-        return _answer(question, section, "note", f"Nothing was clipped: every {whole} stayed inside the clip range.")
+        return card(question, section, "note", f"Nothing was clipped: every {whole} stayed inside the clip range.")
     text = f"{percent(share)} of the {'sequences' if s.by_sequence else 'sequences have a clipped token'}"
     text += f" ({count}): " if (count := clipped_count(s)) else ": "
     below, above = (f" and {ratio} < 1 − {s.eps[0]:.2g}", f" and {ratio} > 1 + {s.eps[1]:.2g}") if s.eps else ("", "")
     text += f"{percent(s.clipped_low)} with A < 0{below}, {percent(s.clipped_high)} with A > 0{above}."
     if s.eps is None:
-        return _answer(question, section, "bad" if share > 0.5 else "good", text)
+        return card(question, section, "bad" if share > 0.5 else "good", text)
     # Explain the cause by mini-batch, if there are at least three.
     shares = minibatch_shares(stories)
     more = f"These {whole}s had already moved by ε in the direction of their advantage, so they give no gradient."
@@ -174,7 +174,7 @@ def _clipped(s: RunSummary, steps: Sequence[Row], stories: Sequence[Mapping[str,
         more += "each update of a batch moves the policy further away from π_old."
     # With token ratios a few clipped tokens in every sequence are usual.
     many = share if s.by_sequence else _mean_share(steps, "tokens") or 0.0
-    return _answer(question, section, "bad" if many > 0.5 else "good", text, more)
+    return card(question, section, "bad" if many > 0.5 else "good", text, more)
 
 
 def minibatch_shares(stories: Sequence[Mapping[str, Any]]) -> list[float | None]:
@@ -202,20 +202,20 @@ def _worst(stories: Sequence[Mapping[str, Any]]) -> Answer:
     seen = [{**s["farthest"], "step": s["step"]} for s in stories if s["farthest"] is not None]
     if not seen:
         why = "The samples have no log s." if stories else "No samples were kept (rollout.dump_to_file)."
-        return _answer(question, section, None, why)
+        return card(question, section, None, why)
     worst = max(seen, key=lambda one: abs(one["log_s"]))
     advantage = "unknown" if worst["advantage"] is None else f"{worst['advantage']:+.2f}"
     text = f"Farthest from π_old: step {worst['step']}, sequence {worst['sequence']}: log s = {worst['log_s']:+.2g}, "
     text += f"A = {advantage}, {worst['length']} tokens, {'clipped' if worst['clipped'] else 'not clipped'}."
-    return _answer(question, section, None, text, "The sample browser sorts by distance, advantage, reward and length.")
+    return card(question, section, None, text, "The sample browser sorts by distance, advantage, reward and length.")
 
 
 def _eps(s: RunSummary, steps: Sequence[Row], suggested: tuple[float, float, int, int] | None) -> Answer:
     question, section = "Is my ε sensible?", "clipping"
     if s.eps is None:
-        return _answer(question, section, None, "This objective has no ε.")
+        return card(question, section, None, "This objective has no ε.")
     if not s.by_sequence:
-        return _answer(question, section, None, f"ε {s.eps[0]:.2g} / {s.eps[1]:.2g} bounds single tokens.")
+        return card(question, section, None, f"ε {s.eps[0]:.2g} / {s.eps[1]:.2g} bounds single tokens.")
     share, unit = clipped_share(s), "sequences"
     if share is None:
         share, unit = _mean_share(steps, "tokens"), "tokens"
@@ -235,14 +235,14 @@ def _eps(s: RunSummary, steps: Sequence[Row], suggested: tuple[float, float, int
         proposal = f"ε {low:.2g} / {high:.2g} would have clipped about {num:,} of {total:,} ({percent(num / total)})."
     if noise is not None and s.eps[0] < 10 * noise:
         text = "ε is not far above the error of the sampler's log-probs."
-        return _answer(question, section, "bad", text, floor + proposal)
+        return card(question, section, "bad", text, floor + proposal)
     if s.collapsed or share is None or (s.clipped_of or ENOUGH) < ENOUGH:
         why = "" if share is None else f"Fewer than {ENOUGH} sequences do not show whether ε is sensible. "
         if s.collapsed:
             why = "The run ended far below its best, so its clipping does not show whether ε is sensible. "
-        return _answer(question, section, None, text, why + floor)
+        return card(question, section, None, text, why + floor)
     verdict = "good" if ACCEPTED[0] <= share <= ACCEPTED[1] else "note"
-    return _answer(question, section, verdict, text, floor + proposal)
+    return card(question, section, verdict, text, floor + proposal)
 
 
 def clipped_share(s: RunSummary) -> float | None:
@@ -254,15 +254,13 @@ def _time(steps: Sequence[Row]) -> Answer:
     parts = [part for part in time_parts(steps) if part["inside"] is None]
     total = sum(part["seconds"] for part in parts)
     if not total:
-        return _answer(question, section, None, "No step yet.")
+        return card(question, section, None, "No step yet.")
     largest = sorted(parts, key=lambda part: -part["seconds"])[:3]
     text = ", ".join(f"{percent(part['seconds'] / total, 0)} {part['words']}" for part in largest)
     if [part["name"] for part in parts] == ["rest"]:
         text = "The parts of a step were not recorded"
     each = total / len(steps)
-    return _answer(
-        question, section, None, f"{text}.", f"{duration(total)} in {len(steps):,} steps, {each:.2f} s each."
-    )
+    return card(question, section, None, f"{text}.", f"{duration(total)} in {len(steps):,} steps, {each:.2f} s each.")
 
 
 def time_parts(steps: Sequence[Row]) -> list[dict[str, Any]]:

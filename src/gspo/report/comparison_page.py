@@ -5,7 +5,6 @@ Names of runs and config values are untrusted text: `clean` removes control char
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from gspo.errors import ConfigError
 from gspo.report.comparison import MISSING, Arm, Band, Comparison
 from gspo.report.page.page import html_page
 from gspo.stats import Floats
+from gspo.system import atomic_write
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 LONGEST = 48  # characters of a config value; config.yaml has all of it
@@ -163,13 +163,11 @@ def write_page(found: Comparison, to: Path) -> Path:
         "notes": list(found.notes),
         "curves": [_curve(found.arms, metric, big=i == 0) for i, metric in enumerate(found.metrics)],
     }
-    tmp = to.with_name(f".{to.name}.tmp")
     try:
-        with open(tmp, "w", encoding="utf-8", newline="\n") as file:
+        with atomic_write(to) as tmp, open(tmp, "w", encoding="utf-8", newline="\n") as file:
             file.writelines(
                 html_page(f"{boot['title']} · gspo compare", boot, template="compare.html", scripts=SCRIPTS)
             )
-        os.replace(tmp, to)
     except OSError as cause:
         raise ConfigError(f"{to} cannot be written: {cause.strerror}; choose another file with --out") from cause
     return to

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,7 @@ from gspo.report.read import (
     score_text,
 )
 from gspo.report.summary import change_text
+from gspo.system import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,30 +33,9 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours: distinguishable with any kind of colour vision; every curve has a label too.
 BLUE, ORANGE, GREEN, RED, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9"
-INK, FAINT, GRID = "#222222", "#6b6b6b", "#e6e6e6"
-STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "font.family": "DejaVu Sans",
-    "text.color": INK,
-    "axes.labelcolor": FAINT,
-    "axes.edgecolor": "#bbbbbb",
-    "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "xtick.color": FAINT,
-    "ytick.color": FAINT,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "ytick.minor.size": 0,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "legend.handlelength": 1.6,
-    "lines.solid_capstyle": "round",
-}
+COLORS = (BLUE, RED, GREEN, ORANGE, SKY, "#CC79A7", "#000000")  # of arms
+FAINT = "#6b6b6b"  # of secondary text
+STYLE = Path(__file__).with_name("figures.mplstyle")
 
 Curve = tuple[NDArray[np.float64], NDArray[np.float64]]  # steps, values (NaN where nothing was measured)
 
@@ -67,11 +46,8 @@ def plot_run(run: Path, to: Path | None = None) -> Path | None:
     if figure is None:
         return None
     target = to or run / "training.png"
-    # Written and renamed, so that a viewer never reads half an image.
-    tmp = target.with_name(f".{target.name}.tmp")
-    with _style():
+    with _style(), atomic_write(target) as tmp:
         figure.savefig(tmp, dpi=130, format="png")
-    os.replace(tmp, target)
     return target
 
 
@@ -113,9 +89,9 @@ def draw_curves(rows: Sequence[Row], names: Sequence[str]) -> Figure:
 
 def _style() -> Any:
     """Our settings, for the time of a `with`: the caller's matplotlib settings stay unchanged."""
-    import matplotlib
+    from matplotlib import style
 
-    return matplotlib.rc_context(STYLE)
+    return style.context(STYLE)
 
 
 def _grid(down: int, across: int, size: tuple[float, float]) -> tuple[Figure, NDArray[Any]]:

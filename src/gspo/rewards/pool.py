@@ -142,11 +142,6 @@ class RewardPool:
             self.wait_ready()
 
     @property
-    def has_workers(self) -> bool:
-        """False if no part of the spec needs worker processes."""
-        return bool(self._remote)
-
-    @property
     def outstanding(self) -> int:
         """Number of submitted groups that have not been taken yet."""
         return len(self._jobs) + len(self._finished)

@@ -350,7 +350,6 @@ class State:
     best: dict[str, float] = field(default_factory=dict)  # the held-out scores of that step, by metric
     graded: bool = False  # an evaluation had rewards other than 0 and 1
     seconds: float = 0.0  # spent training, over all sessions
-    alarm_counts: dict[str, int] = field(default_factory=dict)
 
     def compare_best(self, scores: Mapping[str, float], metric: str | None) -> None:
         """Compare the current step with the best step so far; of equal ones the later is the best.
@@ -385,6 +384,7 @@ class State:
     def from_json(cls, stored: Mapping[str, Any]) -> State:
         names = {theirs: ours for ours, theirs in _STORED.items()}
         fields = {names.get(name, name): value for name, value in stored.items()}
+        fields.pop("alarm_counts", None)  # until 0.2: findings are now a function of metrics.jsonl
         # Checkpoints from before there was `best` have the accuracy alone.
         if (accuracy := fields.pop("best_accuracy", None)) is not None:
             fields["best"] = {"eval/accuracy": accuracy}

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from gspo.studies.control import coin
     from gspo.studies.measure import MEANING, crossing, curves, evaluation_points, measures
     from gspo.studies.page import markdown_table
-    from gspo.studies.plan import Study
+    from gspo.studies.plan import Choice, Study
     from gspo.studies.results import Record
     # fmt: on
 

@@ -44,38 +44,22 @@ def _wanted(study: Study, docs: Path) -> list[plan.Job]:
 
 
 def run_studies(
-    names: Sequence[str],
-    *,
-    docs: Path,
-    runs: Path,
-    num_parallel: int,
-    full: bool,
-    only: str | None,
-    num_seeds: int | None,
-    console: Console,
+    names: Sequence[str], choice: plan.Choice, *, docs: Path, runs: Path, num_parallel: int, console: Console
 ) -> int:
     """Run what is missing, study by study, and write the page of each; returns the exit code."""
     if not names:
         _require_catalog()
     known = plan.studies()
-    chosen = [plan.find_study(name) for name in names] or [s for s in known.values() if full or s.default]
-    if only is not None and len(names) != 1:
+    chosen = [plan.find_study(name) for name in names] or [s for s in known.values() if choice.full or s.default]
+    if choice.only is not None and len(names) != 1:
         raise ConfigError("--only needs one study: gspo study run NAME --only ARM")
     failures: list[str] = []
-    choice = {"full": full, "only": only, "num_seeds": num_seeds}
     for study in chosen:
-        missing = runner.missing(study, docs, **choice)
+        missing = runner.missing(study, docs, choice)
         console.print(_forecast(study, len(missing), docs, runs, num_parallel), soft_wrap=True)
         try:
             with _Bar(study.name) as bar:
-                outcome = runner.run_jobs(
-                    study,
-                    docs=docs,
-                    runs=runs,
-                    num_parallel=num_parallel,
-                    progress=bar,
-                    **choice,
-                )
+                outcome = runner.run_jobs(study, choice, docs=docs, runs=runs, num_parallel=num_parallel, progress=bar)
         finally:
             _write_page(study, docs)  # also after Ctrl-C: finished runs are kept
         failures += outcome.failures

@@ -5,42 +5,18 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from gspo.stats import COLLAPSE, has_collapsed
+from gspo.system import parse_yaml
 
 Row = Mapping[str, Any]
 
 GOAL = 0.8  # "samples to 80 %"
 
-# The description of each measure on the page.
-MEANING = {
-    "start": "held-out accuracy before training",
-    "final": "held-out accuracy after the last step",
-    "gain": "final − start",
-    "area": "mean held-out accuracy over the samples drawn (area under the curve)",
-    "reward_area": "mean training reward over all steps",
-    "samples_to_80": "samples drawn until held-out accuracy first reaches 80 %, interpolated; refilled groups count",
-    "seconds_to_80": "seconds of training until held-out accuracy first reaches 80 %, without evaluation",
-    "step_s": "median seconds per step on one thread, without evaluation",
-    "clip_tokens": "share of trained tokens clipped, mini-batches ≥ 2, mean over steps",
-    "clip_sequences": "share of sequences clipped (token ratios: with any clipped token)",
-    "clip_low": "share of sequences clipped with A < 0",
-    "clip_high": "share of sequences clipped with A > 0",
-    "log_s_std": "standard deviation of log s, mean over steps",
-    "max_log_s": "largest |log s| of the run",
-    "entropy": "policy entropy per token, mean of the last quarter",
-    "grad_norm": "gradient norm before clipping, mean over steps",
-    "noise": "p95 of |log s| between sampler and trainer at equal weights, mean over steps",
-    "noise_mean": "mean log s between sampler and trainer at equal weights",
-    "kept_outside": "probability that π_θ gives to tokens outside the sampler's kept sets, mean over steps",
-    "kl_behavior": "mean of log μ − log π_θ per token",
-    "staleness": "mean number of weight versions between sampling and training",
-    "collapsed": f"1 if the last quarter's reward is below {COLLAPSE:g} × the best quarter's, or the run failed",
-    "edge": "log₂ of the largest value of the key at which, and below which, no run collapsed",
-    "flip_rate": "share of (token, layer) expert sets that changed between π_old and π_θ",
-    "flip_sampler": "share of (token, layer) expert sets that differ between sampler and trainer at equal weights",
-}
+MEASURES = parse_yaml(Path(__file__).with_name("measures.yaml").read_text(encoding="utf-8"))
+MEANING = {name: row["words"].format(collapse=COLLAPSE) for name, row in MEASURES.items()}
 
 
 def measures(rows: Sequence[Row], *, samples_per_group: int, groups_per_step: int, failed: bool) -> dict[str, Any]:
@@ -51,29 +27,17 @@ def measures(rows: Sequence[Row], *, samples_per_group: int, groups_per_step: in
     reached_s = crossing([(seconds, accuracy) for _, seconds, accuracy in evals], GOAL)
     train_s = [_train_seconds(row) for row in steps]
     out: dict[str, Any] = {
+        **{name: _mean(steps, row["mean"]) for name, row in MEASURES.items() if "mean" in row},
         "start": evals[0][2] if evals else None,
         "final": evals[-1][2] if evals else None,
         "gain": evals[-1][2] - evals[0][2] if evals else None,
         "area": area([(samples, accuracy) for samples, _, accuracy in evals]),
-        "reward_area": _mean(steps, "reward/mean"),
         "samples_to_80": reached,
         "seconds_to_80": reached_s,
         "step_s": statistics.median(train_s) if train_s else None,
-        "clip_tokens": _mean(steps, "clip/tokens"),
-        "clip_low": _mean(steps, "clip/sequences_low"),
-        "clip_high": _mean(steps, "clip/sequences_high"),
-        "log_s_std": _mean(steps, "ratio/log_s_std"),
         "max_log_s": max(_values(steps, "ratio/log_s_max_abs"), default=None),
         "entropy": _mean(steps[-max(len(steps) // 4, 1) :], "policy/entropy"),
-        "grad_norm": _mean(steps, "grad/norm"),
-        "noise": _mean(steps, "noise/log_s_p95_abs"),
-        "noise_mean": _mean(steps, "noise/log_s_mean"),
-        "kept_outside": _mean(steps, "kept/mass_outside"),
-        "kl_behavior": _mean(steps, "policy/kl_behavior"),
-        "staleness": _mean(steps, "staleness/mean"),
         "collapsed": float(failed or has_collapsed(_values(steps, "reward/mean"))),
-        "flip_rate": _mean(steps, "moe/expert_flip_rate"),
-        "flip_sampler": _mean(steps, "moe/sampler_flip_rate"),
     }
     low, high = out["clip_low"], out["clip_high"]
     out["clip_sequences"] = None if low is None or high is None else low + high

@@ -14,27 +14,8 @@ from gspo.studies.contrasts import Interval, Verdict
 from gspo.studies.measure import MEANING
 from gspo.studies.plan import Check, Study
 from gspo.studies.results import Record
+from gspo.system import in_lab
 
-MORE_MEANING = {
-    "difference": "largest difference from GSPO's gradient, relative to its largest entry",
-    "sd_log_w": "sd of a token's log-ratio",
-    "sd_sum_log_w": "sd of the sum over a piece",
-    "sd_log_s": "sd of log s, the mean over a piece",
-    "mean_log_s": "mean log s",
-    "cosine": "cosine of the gradient with π_old from the sampler and with π_old recomputed",
-    "clip_negative": "share of the sequences with A < 0 clipped, π_old from the sampler",
-    "clip_negative_exact": "the same, π_old recomputed",
-    "clip_positive": "share of the sequences with A > 0 clipped, π_old from the sampler",
-    "clip_positive_exact": "the same, π_old recomputed",
-    "decisions_changed": "share of sequences clipped by one and not by the other",
-    "eps_low": "ε_low in force",
-    "noise_mean": "mean of log μ − log π_old per token at equal weights",
-    "noise_p95": "p95 of |log s| of the sampler's error",
-    "snr": "signal-to-noise ratio of the gradient of a batch, |E g|² over its variance; 0 or less: no signal was found",
-    "halves": "cosine of the mean gradients of two halves of the groups",
-    "tokens": "mean trained tokens of a completion",
-    "clip_negative_excess": "clip_negative − clip_negative_exact",
-}
 WORDS: Mapping[Verdict, str] = {
     "shown": "shown",
     "opposite": "**the opposite is shown**",
@@ -178,7 +159,7 @@ def section(study: Study, records: Sequence[Record], drawn: Path | None, images:
         out += [f"![{study.name}]({images}/{drawn.name})", ""]
     if study.tune is not None:
         out += [*_tuning(study, records), ""]
-    meanings = {**MEANING, **MORE_MEANING}
+    meanings = in_lab("lab.studies.computed:MEANING") if study.compute else MEANING
     out.append("; ".join(f"*{name}*: {meanings[name]}" for name in study.measures if name in meanings) + ".")
     failed = [f"{r['arm']} seed {r['seed']}: {r['failed']}" for r in records if r.get("failed")]
     if failed:

@@ -194,32 +194,37 @@ def _read(path: Path) -> Study:
     return study
 
 
-def jobs(study: Study, *, full: bool = False, only: str | None = None, num_seeds: int | None = None) -> list[Job]:
+@dataclass(frozen=True)
+class Choice:
+    """Which jobs of a study are meant: of all seeds or of the first ones, of all arms or of one."""
+
+    full: bool = False  # with `more_seeds`
+    only: str | None = None
+    num_seeds: int | None = None
+
+
+EVERYTHING = Choice()  # the seeds and arms of a plain run
+
+
+def jobs(study: Study, choice: Choice = EVERYTHING) -> list[Job]:
     """The jobs whose settings are known (for a tuned study: its grid), ordered by seed so that pairs finish early."""
-    seeds = study.all_seeds(full)[:num_seeds]
+    seeds = study.all_seeds(choice.full)[: choice.num_seeds]
     if study.compute:
         return [Job(study.reference, "", seed, "test", {}, _computed_digest(study, seed)) for seed in seeds]
     if study.tune is not None:
-        tried = [(arm, point, extra) for arm in _arms(study, only) for point, extra in study.tune.points()]
+        tried = [(arm, point, extra) for arm in _arms(study, choice.only) for point, extra in study.tune.points()]
         return [
             _job(study, f"{arm} {point}", seed, "tune", {**study.overrides(arm), **extra})
-            for seed in list(study.tune.seeds)[:num_seeds]
+            for seed in list(study.tune.seeds)[: choice.num_seeds]
             for arm, point, extra in tried
         ]
-    return [_job(study, arm, seed, "test", study.overrides(arm)) for seed in seeds for arm in _arms(study, only)]
+    return [_job(study, arm, seed, "test", study.overrides(arm)) for seed in seeds for arm in _arms(study, choice.only)]
 
 
-def tuned_jobs(
-    study: Study,
-    chosen: Mapping[str, Overrides],
-    *,
-    full: bool = False,
-    only: str | None = None,
-    num_seeds: int | None = None,
-) -> list[Job]:
+def tuned_jobs(study: Study, chosen: Mapping[str, Overrides], choice: Choice = EVERYTHING) -> list[Job]:
     """The test jobs of a tuned study, after the best point of each arm is known."""
-    seeds = study.all_seeds(full)[:num_seeds]
-    arms = [arm for arm in _arms(study, only) if arm in chosen]
+    seeds = study.all_seeds(choice.full)[: choice.num_seeds]
+    arms = [arm for arm in _arms(study, choice.only) if arm in chosen]
     return [_job(study, arm, seed, "test", {**study.overrides(arm), **chosen[arm]}) for seed in seeds for arm in arms]
 
 

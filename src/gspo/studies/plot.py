@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import numpy as np
+from matplotlib import style
 from matplotlib.figure import Figure
 
-from gspo.report import STYLE
+from gspo.report import COLORS, STYLE
 from gspo.stats import mean_interval, t_half
-from gspo.studies import contrasts, results
 from gspo.studies.plan import Study
 from gspo.studies.results import Record
+from gspo.system import atomic_write, in_lab
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours; with more arms than colours, the arms also differ in their dash patterns.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#000000")
 _MOST = 8  # curves in one panel
 _TITLES = {
     "accuracy": ("held-out accuracy", "samples drawn"),
@@ -31,34 +28,33 @@ _TITLES = {
     "entropy": ("entropy per token, nats", "samples drawn"),
 }
 
+Panel = tuple[str, Callable[["Axes"], Any]]  # title, and what is drawn
+
 
 def draw_study(study: Study, records: Sequence[Record], target: Path) -> Path | None:
     """One panel per plot, task and part of the arms; None if there is no result to draw."""
-    tasks = list(study.tasks) or [""]
-    panels: list[tuple[str, Callable[[Axes], Any]]] = []
-    for kind in study.plots:
-        if " by " in kind:
-            panels.append((kind, lambda axes, kind=kind: _over_key(axes, study, records, kind)))
-    for task in tasks:
-        for kind in study.plots:
-            if " by " in kind:
-                continue
-            if kind == "lengths":
-                panels.append(("spread over pieces of a completion", lambda axes: _lengths(axes, records)))
-            elif kind == "noise":
-                panels.append(("does the gradient keep its direction?", lambda axes: _noise(axes, records)))
-            elif kind == "signal":
-                panels += _signal_panels(study, records)
-            else:
-                here = [arm.partition(" @ ")[0] for arm in study.arm_names() if arm.partition(" @ ")[2] == task]
-                for name, arms in _readable(here).items():
-                    title = ", ".join(filter(None, (_TITLES[kind][0], task, name)))
-                    panels.append(
-                        (title, lambda axes, kind=kind, task=task, arms=arms: _curves(axes, arms, records, kind, task))
-                    )
     if not any(r["stage"] == "test" for r in records):
         return None
-    with matplotlib.rc_context(STYLE):
+    panels = in_lab("lab.studies.computed:panels") if study.compute else _panels
+    _paint(panels(study, records), target)
+    return target
+
+
+def _panels(study: Study, records: Sequence[Record]) -> list[Panel]:
+    found: list[Panel] = [
+        (kind, partial(_over_key, study=study, records=records, kind=kind)) for kind in study.plots if " by " in kind
+    ]
+    for task in list(study.tasks) or [""]:
+        here = [arm.partition(" @ ")[0] for arm in study.arm_names() if arm.partition(" @ ")[2] == task]
+        for kind in study.plots:
+            for name, arms in _readable(here).items() if " by " not in kind else ():
+                title = ", ".join(filter(None, (_TITLES[kind][0], task, name)))
+                found.append((title, partial(_curves, arms=arms, records=records, kind=kind, task=task)))
+    return found
+
+
+def _paint(panels: Sequence[Panel], target: Path) -> None:
+    with style.context(STYLE):
         columns = min(len(panels), 2)
         lines = -(-len(panels) // columns)
         figure = Figure(figsize=(5.6 * columns, 3.7 * lines), layout="constrained", facecolor="white")
@@ -69,10 +65,8 @@ def draw_study(study: Study, records: Sequence[Record], target: Path) -> Path | 
             axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
             paint(axes)
         target.parent.mkdir(parents=True, exist_ok=True)
-        tmp = target.with_name(f".{target.name}.tmp")
-        figure.savefig(tmp, dpi=90, format="png")
-        os.replace(tmp, target)
-    return target
+        with atomic_write(target) as tmp:
+            figure.savefig(tmp, dpi=90, format="png")
 
 
 def _readable(arms: Sequence[str]) -> dict[str, list[str]]:
@@ -102,7 +96,7 @@ def _curves(axes: Axes, arms: Sequence[str], records: Sequence[Record], kind: st
         # Runs that refill groups draw more samples, so all curves are interpolated at the same numbers of samples.
         x = np.linspace(0.0 if kind == "accuracy" else runs[0][0][0], min(run[-1][0] for run in runs), 60)
         y = np.array([np.interp(x, *np.array(run).T) for run in runs])
-        color, dash = _COLORS[number % len(_COLORS)], ("-", "--", ":")[number // len(_COLORS) % 3]
+        color, dash = COLORS[number % len(COLORS)], ("-", "--", ":")[number // len(COLORS) % 3]
         axes.plot(x, y.mean(axis=0), color=color, linestyle=dash, linewidth=1.6, label=arm)
         if len(runs) > 2:  # of two runs the interval is wider than the figure
             half = t_half(y)
@@ -132,7 +126,7 @@ def _over_key(axes: Axes, study: Study, records: Sequence[Record], kind: str) ->
             lines.setdefault(name, {}).setdefault(float(x), []).append(y)
         elif record["stage"] == "test" and isinstance(x, str) and y is not None:
             flat.setdefault(record["arm"].partition(" @ ")[0], []).append(y)
-    for (arm, values), color in zip(flat.items(), reversed(_COLORS), strict=False):
+    for (arm, values), color in zip(flat.items(), reversed(COLORS), strict=False):
         mean, low, high = mean_interval(values)[:3]
         axes.axhline(mean, color=color, linestyle="--", linewidth=1.2, label=arm)
         if len(values) > 1:
@@ -146,7 +140,7 @@ def _over_key(axes: Axes, study: Study, records: Sequence[Record], kind: str) ->
         )
         # Arms side by side, so that their bars do not cover each other.
         x = [value * 1.02 ** (number - len(lines) / 2) for value, _ in points]
-        color = _COLORS[number % len(_COLORS)]
+        color = COLORS[number % len(COLORS)]
         axes.errorbar(
             x,
             [f[0] for f in found],
@@ -166,81 +160,4 @@ def _over_key(axes: Axes, study: Study, records: Sequence[Record], kind: str) ->
     axes.set_xlabel(key)
     if measure in ("final", "area", "collapsed"):
         axes.set_ylim(-0.02, 1.02)
-    axes.legend(fontsize=7)
-
-
-def _lengths(axes: Axes, records: Sequence[Record]) -> None:
-    arms = sorted({r["arm"] for r in records if r["arm"].isdecimal()}, key=int)
-    x = [int(arm) for arm in arms]
-    names = (("sd_sum_log_w", "Σ log w"), ("sd_log_w", "log w of a token"), ("sd_log_s", "log s"))
-    for (name, label), color in zip(names, _COLORS, strict=False):
-        found = [contrasts.interval(list(results.by_seed(records, arm, name).values())) for arm in arms]
-        y = [f.mean if f else np.nan for f in found]
-        axes.plot(x, y, color=color, marker="o", markersize=3, linewidth=1.5, label=label)
-        if all(f and f.low is not None for f in found):
-            low, high = ([max(getattr(f, side), 1e-9) for f in found] for side in ("low", "high"))
-            axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("length, tokens")
-    axes.set_ylabel("standard deviation")
-    axes.legend(fontsize=8)
-
-
-def _noise(axes: Axes, records: Sequence[Record]) -> None:
-    """Cosine to the exact gradient over the sampler's error; a line per clip range."""
-    edges = list(dict.fromkeys(r["arm"].rpartition(", ")[2] for r in records if not r["arm"].endswith("re-centred")))
-    for edge, color in zip(edges, _COLORS, strict=False):
-        arms = dict.fromkeys(r["arm"] for r in records if r["arm"].endswith(f", {edge}"))
-        points = []
-        for arm in arms:
-            x = contrasts.interval(list(results.by_seed(records, arm, "noise_p95").values()))
-            y = contrasts.interval(list(results.by_seed(records, arm, "cosine").values()))
-            if x and y:
-                points.append((x.mean, y.mean, 0.0 if y.high is None else y.high - y.mean))
-        points.sort()
-        axes.errorbar(*np.array(points).T, color=color, marker="o", markersize=3, linewidth=1.4, capsize=2, label=edge)
-    axes.set_xscale("log")
-    axes.set_xlabel("p95 of |log s| of the sampler's error")
-    axes.set_ylabel("cosine to the gradient with π_old recomputed")
-    axes.legend(fontsize=8)
-
-
-def _signal_panels(study: Study, records: Sequence[Record]) -> list[tuple[str, Callable[[Axes], Any]]]:
-    """Signal-to-noise ratios of the gradient over length: a panel per progress and clipping, a line per drift."""
-    of = {"": ("gspo", "grpo"), ", not clipped": ("gspo unclipped", "grpo unclipped")}
-    return [
-        (f"signal-to-noise ratio, step {step}{ending}", partial(_signal, study, records, step, names))
-        for step in study.settings["trained"]
-        for ending, names in of.items()
-    ]
-
-
-def _signal(study: Study, records: Sequence[Record], step: int, of: Sequence[str], axes: Axes) -> None:
-    lengths: set[float] = set()
-    for name, color in zip(of, _COLORS, strict=False):
-        for drift, dash in zip(study.settings["drifts"], (":", "--", "-"), strict=False):
-            arms = [f"{name}, drift {drift}, {task}, step {step}" for task in study.settings["tasks"]]
-            found = [
-                [
-                    contrasts.interval([*results.by_seed(records, arm, measure).values()])
-                    for measure in ("tokens", "snr")
-                ]
-                for arm in arms
-            ]
-            points = [(x.mean, y.mean, 0.0 if y.high is None else y.high - y.mean) for x, y in found if x and y]
-            lengths.update(x for x, _, _ in points)
-            axes.errorbar(
-                *np.array(points).T,
-                color=color,
-                linestyle=dash,
-                marker="o",
-                markersize=3,
-                capsize=2,
-                label=f"{name}, drift {drift}",
-            )
-    axes.set_xscale("log")
-    axes.set_xticks(sorted(lengths), labels=[f"{length:.0f}" for length in sorted(lengths)])
-    axes.minorticks_off()
-    axes.set_xlabel("tokens of a completion")
     axes.legend(fontsize=7)

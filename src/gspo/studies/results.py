@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from math import log2
@@ -19,7 +18,7 @@ from typing import Any
 from gspo.errors import ConfigError
 from gspo.studies import plan
 from gspo.studies.plan import Job, Study
-from gspo.system import read_json
+from gspo.system import atomic_write, read_json
 
 Record = dict[str, Any]
 
@@ -73,9 +72,8 @@ def write_records(docs: Path, study: Study, records: Iterable[Record]) -> None:
     ]
     path = results_file(docs, study.name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(f".{path.name}.tmp")
-    tmp.write_text("{" + ",\n".join(parts) + "}\n", encoding="utf-8")
-    os.replace(tmp, path)
+    with atomic_write(path) as tmp:
+        tmp.write_text("{" + ",\n".join(parts) + "}\n", encoding="utf-8")
 
 
 _SHARED = ("command", "date", "commit", "machine", "versions")
@@ -99,10 +97,10 @@ def done(records: Sequence[Record], job: Job) -> bool:
 
 def current(study: Study, records: Sequence[Record]) -> list[Record]:
     """The records that belong to today's version of the study."""
-    wanted = {job.key for job in plan.jobs(study, full=True)}
+    wanted = {job.key for job in plan.jobs(study, plan.Choice(full=True))}
     if study.tune is not None:
         tuned = [r for r in records if (r["stage"], r["arm"], r["seed"], r["digest"]) in wanted]
-        wanted |= {job.key for job in plan.tuned_jobs(study, chosen(study, tuned), full=True)}
+        wanted |= {job.key for job in plan.tuned_jobs(study, chosen(study, tuned), plan.Choice(full=True))}
     if study.compute:
         seeds = {(seed, digest) for _, _, seed, digest in wanted}
         return [r for r in records if (r["seed"], r["digest"]) in seeds]

@@ -48,35 +48,26 @@ class Outcome:
 
 
 def run_jobs(
-    study: Study,
-    *,
-    docs: Path,
-    runs: Path,
-    num_parallel: int,
-    full: bool,
-    only: str | None,
-    num_seeds: int | None,
-    progress: Progress,
+    study: Study, choice: plan.Choice, *, docs: Path, runs: Path, num_parallel: int, progress: Progress
 ) -> Outcome:
     """Run the jobs that have no result yet.
 
     Ctrl-C and SIGTERM stop the running jobs, which save, and raise KeyboardInterrupt.
     """
-    choice = {"full": full, "only": only, "num_seeds": num_seeds}
     with _locked(runs / study.name), _terminable():
-        wanted = plan.jobs(study, **choice)
+        wanted = plan.jobs(study, choice)
         outcome = _run(study, wanted, docs, runs, num_parallel, progress)
         if study.tune is not None and not outcome.failures:
             best = results.chosen(study, results.current(study, results.read_records(docs, study.name)))
-            tested = _run(study, plan.tuned_jobs(study, best, **choice), docs, runs, num_parallel, progress)
+            tested = _run(study, plan.tuned_jobs(study, best, choice), docs, runs, num_parallel, progress)
             outcome = Outcome(outcome.made + tested.made, outcome.found + tested.found, tested.failures)
     return outcome
 
 
-def missing(study: Study, docs: Path, *, full: bool, only: str | None, num_seeds: int | None) -> list[Job]:
+def missing(study: Study, docs: Path, choice: plan.Choice) -> list[Job]:
     """The jobs that have no result yet; without those that follow a tuning."""
     known = results.read_records(docs, study.name)
-    wanted = plan.jobs(study, full=full, only=only, num_seeds=num_seeds)
+    wanted = plan.jobs(study, choice)
     return [job for job in wanted if not results.done(known, job)]
 
 

@@ -53,7 +53,7 @@ def face(package: str) -> Callable[[str], Any]:
 def by_name(name: str) -> Any:
     """What an entry of one of this package's tables names, `module:attribute` or a module; imports the module.
 
-    The core reaches everything outside the core in this way (CONTRIBUTING.md), so a run imports what it uses.
+    The core reaches everything outside the core in this way (ARCHITECTURE.md), so a run imports what it uses.
 
     >>> by_name("gspo.stats:wilson").__name__
     'wilson'

@@ -121,7 +121,7 @@ class Leader(Loop):
             self.parts.world.broadcast_command("train", *pack_batch({"state": asdict(self.parts.state)}, groups))
 
     def record(self, batch: Batch, report: StepReport, clock: Clock) -> None:
-        """Samples, metrics, evaluation, alarms, checkpoint."""
+        """Samples, metrics, evaluation, findings, checkpoint."""
         parts, step = self.parts, self.parts.state.step
         recorder = parts.recorder
         with clock("bookkeeping"):
@@ -141,8 +141,8 @@ class Leader(Loop):
         metrics |= recorder.time_metrics(batch, report, clock, parts.producer)
         metrics |= parts.count_episodes()
         recorder.write(metrics, batch)
-        # After the metrics are written: the row that explains the alarm is on disk.
-        if fatal := recorder.alarm(metrics, parts.state.alarm_counts):
+        # After the metrics are written: the row that explains the finding is on disk.
+        if fatal := recorder.alarm(metrics):
             self.save_unsaved_step()
             raise TrainingError(f"stopped by on_alarm: stop at step {step}: {fatal}")
         is_best = parts.state.best_step == step

@@ -10,7 +10,7 @@ from pathlib import Path
 from gspo.data import Curriculum, Data
 from gspo.faults import reached
 from gspo.learner import Learner, World
-from gspo.monitor import Display, Silent, make_display
+from gspo.monitor import Display, make_display
 from gspo.rewards import Rewards
 from gspo.rollout import NullProducer, RolloutProducer, Workflow
 from gspo.runs import RunDir, Saver, State, changed_code
@@ -231,7 +231,7 @@ def _opening_messages(given: Given, opened: _Inputs, *, is_new: bool) -> list[st
 
 def _open_follower(given: Given, world: World, stop: StopRequest, outer: ExitStack) -> Parts:
     """The other ranks have their shard of the models, at the step where rank 0 starts or resumes."""
-    config, display = given.loaded.config, Silent()
+    config, display = given.loaded.config, Display()
     learner = make_learner(given.loaded, world, given.objective)
     outer.callback(learner.close)
     opened = next(world.commands()).content

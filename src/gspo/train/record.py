@@ -1,4 +1,4 @@
-"""What rank 0 writes of every step: metrics, samples, held-out answers, log lines and alarms."""
+"""What rank 0 writes of every step: metrics, samples, held-out answers, log lines and warnings."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gspo.diagnosis import REPLACED_SETTINGS, Diagnosis, Finding
 from gspo.learner import Batch, StepReport
 from gspo.monitor import (
-    REPLACED_SETTINGS,
     Display,
     Loggers,
-    alarms,
-    first_step_message,
     question_of,
     sample_rows,
     shown_text,
@@ -23,7 +21,7 @@ from gspo.monitor import (
 )
 from gspo.rollout import RolloutProducer
 from gspo.runs import RunDir
-from gspo.system import PROFILED_STEPS, Clock, read_jsonl, step_name
+from gspo.system import PROFILED_STEPS, Clock, step_name
 from gspo.train.evaluate import answer_rows, problem_of
 from gspo.types import Failure, Group
 
@@ -33,9 +31,8 @@ _MAX_TOLD = 5  # failures that are shown in full
 class Recorder:
     """Writes what happened in a step.
 
-    saves_samples: whether sample files are written; stop_on_alarm: an alarm ends the run; noise_is_forced: the user
-    accepted a π_old that is noisier than the clip range; by_sequence: one ratio per sequence; profile: record timelines
-    of some steps; supervised: the completions are those of the data set.
+    saves_samples: whether sample files are written; stop_on_alarm: a finding ends the run; profile: record timelines of
+    some steps; diagnosis: None for completions of the data set, because its checks are about samples and rewards.
     """
 
     def __init__(
@@ -48,17 +45,13 @@ class Recorder:
         *,
         saves_samples: bool,
         stop_on_alarm: bool,
-        noise_is_forced: bool,
-        by_sequence: bool,
         profile: bool,
-        num_updates: int,
-        supervised: bool,
+        diagnosis: Diagnosis | None,
     ) -> None:
         self._run, self._display, self._loggers, self._say, self._decode = run, display, loggers, say, decode
         self.saves_samples, self._stop_on_alarm, self._profile = saves_samples, stop_on_alarm, profile
-        self._noise_is_forced, self._by_sequence, self._num_updates = noise_is_forced, by_sequence, num_updates
-        self._supervised = supervised
-        self._first_accuracy: float | None = None  # on held-out problems, before training
+        self._diagnosis = diagnosis
+        self._found: list[Finding] = []  # in the last row
         self._told_settings = False
         self._told: set[tuple[str, str]] = set()  # failures that were shown
 
@@ -75,10 +68,10 @@ class Recorder:
 
     def write(self, metrics: Mapping[str, Any], batch: Batch | None) -> None:
         """One row of metrics, with an example of its batch for the display."""
-        if self._supervised:
+        if self._diagnosis is None:
             metrics = supervised_metrics(metrics)
-        if metrics["step"] == 0:
-            self._first_accuracy = metrics.get("eval/accuracy")
+        else:
+            self._found = self._diagnosis.see(metrics)
         if batch is not None:
             self._tell_failures(batch, metrics["step"])
         self._run.metrics(metrics)
@@ -113,33 +106,14 @@ class Recorder:
     def save_pass_rates(self, rows: Iterable[Mapping[str, Any]]) -> None:
         self._run.pass_rates(rows)
 
-    def alarm(self, metrics: Mapping[str, Any], counts: dict[str, int]) -> str | None:
-        """Print the alarms of a step; returns the one that must stop the run (on_alarm: stop), if any."""
-        if self._supervised:  # every check below is about samples and rewards
-            return None
-        if at_once := first_step_message(metrics):
-            self._say(f"warning: {at_once}")
-            # A model that solves some held-out problems, or was not evaluated, may have had bad luck in one batch.
-            if self._stop_on_alarm and self._first_accuracy in (0.0, 1.0):
-                return at_once
+    def alarm(self, metrics: Mapping[str, Any]) -> str | None:
+        """Print the findings of the row that was written; returns the one that must stop the run, if any."""
         if metrics.get("agent/settings_replaced") and not self._told_settings:
             self._told_settings = True
             self._say(REPLACED_SETTINGS)
-        messages = alarms(
-            metrics,
-            counts,
-            clips=metrics["clip/eps_low"] is not None,
-            num_updates=self._num_updates,
-            own_forward=metrics["policy/proximal"] != "rollout",
-            noise_is_forced=self._noise_is_forced,
-            by_sequence=self._by_sequence,
-            history=lambda: read_jsonl(self._run.path / "metrics.jsonl"),
-        )
-        for message in list(messages):  # a list first: every alarm is counted before the first can end the run
-            self._say(f"alarm at step {metrics['step']}: {message}")
-            if self._stop_on_alarm:
-                return message
-        return None
+        for finding in self._found:
+            self._say(str(finding))
+        return next((f.text for f in self._found if f.stops and self._stop_on_alarm), None)
 
     def profile_file(self, step: int) -> Path | None:
         """Where the timeline of this step is written; None: it is not profiled."""

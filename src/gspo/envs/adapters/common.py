@@ -304,15 +304,23 @@ class ActionCodec:
         return values.reshape(self._space.shape).astype(self._space.dtype)
 
 
+def function_of(given: Any, key: str) -> Any:
+    """A function that a key of the config names or is; ConfigError if there is none."""
+    try:
+        found = find_function(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    if found is not None and not callable(found):
+        raise ConfigError(f"{key}: {found!r} cannot be called")
+    return found
+
+
 def _options(given: Any, key: str, known: set[str]) -> dict[str, Any]:
     options = {} if given is None else dict(given) if isinstance(given, Mapping) else {"of": given}
     if unknown := sorted(set(options) - known):
         raise ConfigError(f"{key}.{unknown[0]} is not known; there are {', '.join(sorted(known))}")
-    if isinstance(options.get("of"), str):
-        try:
-            options["of"] = find_function(options["of"])
-        except ValueError as error:
-            raise ConfigError(f"{key}: {error}") from error
+    if "of" in options:
+        options["of"] = function_of(options["of"], key)
     return options
 
 

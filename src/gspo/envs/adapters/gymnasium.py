@@ -20,12 +20,13 @@ from gspo.envs.adapters.common import (
     InvalidActionError,
     ObservationCodec,
     Threads,
+    function_of,
     seed_rows,
     to_reward,
 )
 from gspo.envs.client import Client, EpisodeError, OutOfRoomError, TooManyTurnsError
 from gspo.errors import ConfigError
-from gspo.system import find_function, install_command
+from gspo.system import install_command
 
 
 class Gymnasium:
@@ -74,7 +75,8 @@ class Gymnasium:
         self._success, self._invalid_reward, self._prompt, self._timeout_s = success, invalid_reward, prompt, timeout
         if reward is not None and potential is not None:
             raise ConfigError("env.options: reward and potential are both set; remove one")
-        self._reward, self._potential = _find(reward, "reward"), _find(potential, "potential")
+        self._reward = function_of(reward, "env.options.reward")
+        self._potential = function_of(potential, "env.options.potential")
         first = self._make()
         self._pool = [first]
         self._observation = ObservationCodec(observation, first.env.observation_space)
@@ -217,10 +219,3 @@ def _maker(id: str, arguments: Mapping[str, Any], modules: Sequence[str]) -> Cal
             "A package that registers environments is named in env.options.modules"
         ) from error
     return make
-
-
-def _find(function: str | Callable[..., float] | None, key: str) -> Callable[..., float] | None:
-    try:
-        return find_function(function) if isinstance(function, str) else function
-    except ValueError as error:
-        raise ConfigError(f"env.options.{key}: {error}") from error

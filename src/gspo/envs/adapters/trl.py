@@ -14,10 +14,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gspo.envs.adapters.common import CallTimeoutError, Threads
+from gspo.envs.adapters.common import CallTimeoutError, Threads, function_of
 from gspo.envs.client import Client, EpisodeError, OutOfRoomError, TooManyTurnsError
 from gspo.errors import ConfigError
-from gspo.system import find_function
 
 _NO_TOOL = ("reset", "get_reward")
 _THREADS = 32  # tools mostly wait: for a network, a process
@@ -43,8 +42,8 @@ class TrlEnvironment:
             raise ConfigError(f"env.options.timeout must be above 0, got {timeout!r}")
         named = factory if isinstance(factory, Mapping) else {None: factory}
         self._by_name = isinstance(factory, Mapping)
-        self._factories = {name: _find(value, "env.path") for name, value in named.items()}
-        self._rewards = [_find(value, "env.options.reward_funcs") for value in reward_funcs]
+        self._factories = {name: function_of(value, "env.path") for name, value in named.items()}
+        self._rewards = [function_of(value, "env.options.reward_funcs") for value in reward_funcs]
         self._max_rounds, self._timeout_s = max_tool_calling_iterations, timeout
         self._pool: dict[Any, list[Any]] = {}
         self._tools: dict[Any, dict[str, dict[str, Any]]] = {}  # by factory: schema of each tool
@@ -166,16 +165,6 @@ def is_trl_class(found: Any) -> bool:
     """Whether a class has TRL's shape: `reset`, and no `__call__` as our environments have."""
     has_call = inspect.isclass(found) and any("__call__" in vars(base) for base in found.__mro__)
     return inspect.isclass(found) and callable(getattr(found, "reset", None)) and not has_call
-
-
-def _find(given: str | Callable[..., Any], key: str) -> Callable[..., Any]:
-    try:
-        found = find_function(given) if isinstance(given, str) else given
-    except ValueError as error:
-        raise ConfigError(f"{key}: {error}") from error
-    if not callable(found):
-        raise ConfigError(f"{key}: {found!r} cannot be called")
-    return found
 
 
 def _create(factory: Callable[[], Any]) -> Any:

@@ -15,6 +15,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from gspo.envs.adapters.mcp import Arguments, McpTools, Tool
@@ -24,12 +25,8 @@ from gspo.errors import ConfigError, SandboxError
 from gspo.rewards import box as sandbox
 
 OPEN, CLOSE = "[", "]"
-_ARGUMENT = {"calculator": "expression", "python": "code"}
-_SAYS = {
-    "calculator": "Calculate an expression of numbers, + - * / // % ** and brackets.",
-    "python": "Run a Python program and read what it prints. No network, no files, standard library only.",
-}
-_TEXT = {"calculator": "the expression", "python": "the program"}
+# Each as the OpenAI API describes it.
+SCHEMAS: Mapping[str, dict[str, Any]] = json.loads(Path(__file__).with_name("tools.json").read_text(encoding="utf-8"))
 # One program at a time: the sandbox limits processes per user id, which all programs share.
 _BOX = threading.Lock()  # wait: none, held for one program, which has a time limit
 
@@ -54,10 +51,10 @@ class Tools:
     ) -> None:
         default = () if mcp else ("calculator",)
         names = [tools] if isinstance(tools, str) else list(default if tools is None else tools)
-        unknown = sorted(set(map(str, names)) - set(_ARGUMENT))
+        unknown = sorted(set(map(str, names)) - set(SCHEMAS))
         if unknown or not (names or mcp):
             found = f"there is no tool {unknown[0]!r}" if unknown else "the list is empty"
-            raise ConfigError(f"env.options.tools: {found}; available tools are {', '.join(_ARGUMENT)}")
+            raise ConfigError(f"env.options.tools: {found}; available tools are {', '.join(SCHEMAS)}")
         if max_turns < 1 or max_output < 1 or not timeout > 0:
             raise ConfigError("env.options: max_turns and max_output must be at least 1, timeout above 0")
         # Checked before the run starts, not at the first call.
@@ -70,7 +67,7 @@ class Tools:
         self._limits = sandbox.Limits(timeout_s=timeout)
         self._allow_unsandboxed = allow_unsandboxed
         known = {"calculator": self._calculator, "python": self._python}
-        self._tools = {name: Tool(_schema(name), known[name]) for name in names}
+        self._tools = {name: Tool(SCHEMAS[name], known[name]) for name in names}
         self._mcp = McpTools(mcp, timeout, taken=names)
 
     async def __call__(self, client: Client, data: Mapping[str, Any]) -> None:
@@ -139,22 +136,6 @@ class ToolUnavailableError(EpisodeError):
     """The machine could not run the tool."""
 
     kind = "infra"
-
-
-def _schema(name: str) -> dict[str, Any]:
-    """A built-in tool as the OpenAI API describes it."""
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": _SAYS[name],
-            "parameters": {
-                "type": "object",
-                "properties": {_ARGUMENT[name]: {"type": "string", "description": _TEXT[name]}},
-                "required": [_ARGUMENT[name]],
-            },
-        },
-    }
 
 
 def _calls(answer: Mapping[str, Any]) -> list[tuple[str, Any]]:

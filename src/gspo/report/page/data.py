@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gspo.diagnosis import findings
 from gspo.errors import ConfigError
+from gspo.report.advice import SEVERE, next_steps
 from gspo.report.cards import HIGH_OVER_LOW, answers, clipped_share, last, shown, suggest_eps, time_parts
-from gspo.report.read import Row, is_by_sequence, read_config
+from gspo.report.read import Row, is_by_sequence, read_config, status_of
 from gspo.report.samples import finite_number
 from gspo.report.summary import RunSummary, change_text, ends_text, ends_words, score_name, summary_of
 from gspo.system import duration, read_json
@@ -28,6 +31,8 @@ def overview(
     stories = sorted(stories, key=lambda story: story["step"])
     steps = [row for row in rows if row["step"] > 0]
     summary = summary_of(rows, is_by_sequence(config))
+    found = findings(rows, config, summary.by_sequence)
+    summary = replace(summary, collapsed=summary.collapsed or any(f.name in SEVERE for f in found))
     noise = last(steps, "noise/log_s_p95_abs")
     share, suggested = clipped_share(summary), None
     actor = config.get("actor")
@@ -36,11 +41,12 @@ def overview(
         suggested = suggest_eps(stories, summary.eps, share, noise)
     lines = config_lines(run)
     planned = next((int(c["value"]) for c in lines if c["key"] == "total_train_steps" and c["value"].isdecimal()), None)
+    done = status_of(run, summary.steps, config) == "finished"
     return {
         "name": f"{run.absolute().parent.name}/{run.absolute().name}",
         "path": str(run),
         "figures": _figures(summary, steps, planned),
-        "answers": answers(summary, steps, stories, suggested),
+        "answers": answers(summary, steps, stories, suggested, next_steps(summary, steps, found, done)),
         "by_sequence": summary.by_sequence,
         "graded": summary.graded,
         "sources": list(summary.sources),

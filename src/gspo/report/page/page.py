@@ -10,7 +10,6 @@ import base64
 import hashlib
 import html
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -20,6 +19,7 @@ from gspo.report.cards import clip_story
 from gspo.report.page.data import config_of, high_over_low, metric_table, overview
 from gspo.report.read import read_metrics
 from gspo.report.samples import choose_files, pictures, read_block, sample_steps
+from gspo.system import atomic_write
 
 STYLES = ("uPlot.min.css", "page.css")
 SCRIPTS = ("uPlot.iife.min.js", "text.js", "charts.js", "samples.js", "page.js")
@@ -49,11 +49,9 @@ def write_report(run: Path, to: Path | None = None, *, doctor: Any = None, budge
         "kept_steps": len(signatures),
     }
     target = to or run / "report.html"
-    tmp = target.with_name(f".{target.name}.tmp")
     name = boot["overview"]["name"]
-    with open(tmp, "w", encoding="utf-8", newline="\n") as file:
+    with atomic_write(target) as tmp, open(tmp, "w", encoding="utf-8", newline="\n") as file:
         file.writelines(html_page(f"{name} · gspo report", boot, blocks))
-    os.replace(tmp, target)
     return target
 
 

@@ -120,24 +120,16 @@ class RewardModel:
         new = sorted({text for text in self._queued if text not in self._scores}, key=lambda text: (len(text), text))
         self._queued.clear()
         for text in (text for text in new if not 0 < len(text) <= self._max_length):
-            self._remember(
-                text,
-                (
-                    "infra",
-                    f"{self._name}: a text of {len(text)} tokens is outside of 1…{self._max_length} (max_length)",
-                ),
-            )
+            why = f"{self._name}: a text of {len(text)} tokens is outside of 1…{self._max_length} (max_length)"
+            self._scores[text] = "infra", why
         fit = [text for text in new if 0 < len(text) <= self._max_length]
         for first in range(0, len(fit), self._batch_size):
             batch = fit[first : first + self._batch_size]
             for text, score in zip(batch, self._forward(batch), strict=True):
-                self._remember(text, checked(self._name, score))
+                self._scores[text] = checked(self._name, score)
         # Oldest first. At least the results of this call stay, because the callers read them next.
         while len(self._scores) > max(_CACHED, len(new)):
             self._scores.popitem(last=False)
-
-    def _remember(self, text: tuple[int, ...], result: Result) -> None:
-        self._scores[text] = result
 
     def _forward(self, batch: Sequence[tuple[int, ...]]) -> list[float]:
         torch, width = self._torch, max(map(len, batch))

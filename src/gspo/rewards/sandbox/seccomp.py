@@ -11,77 +11,15 @@ from __future__ import annotations
 import errno
 import platform
 import struct
+from pathlib import Path
 
+_ROWS = [
+    line.split()
+    for line in Path(__file__).with_name("denied_calls.txt").read_text(encoding="utf-8").splitlines()
+    if not line.startswith("#")
+]
 # name: number on x86_64, on aarch64 (None: it has no such call)
-DENIED: dict[str, tuple[int, int | None]] = {
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "kcmp": (312, 272),
-    "pidfd_getfd": (438, 438),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "socket": (41, 198),  # socketpair stays: asyncio needs it
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "io_setup": (206, 0),
-    "io_destroy": (207, 1),
-    "io_getevents": (208, 4),
-    "io_submit": (209, 2),
-    "io_cancel": (210, 3),
-    "io_pgetevents": (333, 292),
-    "statmount": (457, 457),
-    "listmount": (458, 458),
-    "open_tree_attr": (467, 467),
-    "listns": (470, 470),
-    "flock": (73, 32),
-    "inotify_init": (253, None),
-    "inotify_init1": (294, 26),
-    "inotify_add_watch": (254, 27),
-    "mincore": (27, 232),
-    "cachestat": (451, 451),
-    "keyctl": (250, 219),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "fanotify_init": (300, 262),
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "semget": (64, 190),
-    "msgget": (68, 186),
-    "mq_open": (240, 180),
-    "personality": (135, 92),
-    "modify_ldt": (154, None),
-    "sysfs": (139, None),
-    "syslog": (103, 116),
-    "acct": (163, 89),
-    "quotactl": (179, 60),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "reboot": (169, 142),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-}
+DENIED = {name: tuple(None if word == "-" else int(word) for word in numbers) for name, *numbers in _ROWS}
 # Commands of fcntl that lock a file, read its locks, or watch it: GETLK, SETLK, SETLKW, the same for OFD locks (36…38),
 # SETLEASE, GETLEASE, NOTIFY; and SETPIPE_SZ, which uses memory that is counted for the whole user
 DENIED_FCNTL = (5, 6, 7, 36, 37, 38, 1024, 1025, 1026, 1031)

@@ -23,10 +23,11 @@ from gspo.config import (
     write_origins,
 )
 from gspo.data import Data
+from gspo.diagnosis import Diagnosis
 from gspo.learner import Learner
 from gspo.monitor import Display, Loggers
 from gspo.runs import RunDir, Saver, State, checkpoint, resume, versions_and_hardware
-from gspo.system import Every, step_name, to_json, write_run_file
+from gspo.system import Every, read_jsonl, step_name, to_json, write_run_file
 from gspo.train.build.learner import device_and_dtype, first_proximal_source
 from gspo.train.record import Recorder
 
@@ -96,12 +97,23 @@ def make_recorder(
         decode,
         saves_samples=bool(config.rollout.dump_to_file),
         stop_on_alarm=config.on_alarm == "stop",
-        noise_is_forced=config.actor.prox_logp_force,
-        by_sequence=effective_objective(loaded)["level"] != "token",
         profile=config.profile,
-        num_updates=learner.plan.num_updates,
-        supervised=is_supervised(config),
+        diagnosis=None if is_supervised(config) else _diagnosis(loaded, run, learner),
     )
+
+
+def _diagnosis(loaded: Loaded, run: RunDir, learner: Learner) -> Diagnosis:
+    """What looks for mistakes in the metrics; it has seen the rows of a resumed run."""
+    diagnosis = Diagnosis(
+        groups=loaded.config.train_dataset.batch_size,
+        num_updates=learner.plan.num_updates,
+        by_sequence=effective_objective(loaded)["level"] != "token",
+        noise_is_forced=loaded.config.actor.prox_logp_force,
+    )
+    metrics = run.path / "metrics.jsonl"
+    for row in read_jsonl(metrics) if metrics.exists() else ():
+        diagnosis.see(row)
+    return diagnosis
 
 
 def make_loggers(config: Config, run: Path, say: Callable[[str], None]) -> Loggers:
@@ -166,14 +178,15 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def headline(loaded: Loaded) -> list[str]:
-    """The first lines of a run: objective, model, batch and device in one line; a note if the algorithm is not set."""
+    """The first line of a run: objective, model, batch, learning rate, device; a note if the algorithm is not set."""
     config = loaded.config
     model = config.actor.path + (f" with LoRA of rank {config.actor.lora_rank}" if config.actor.use_lora else "")
     batch = f"{config.train_dataset.batch_size} prompts × {config.gconfig.n_samples} completions"
     if is_supervised(config):
         batch = f"{config.train_dataset.batch_size} rows per batch"
     device, dtype = device_and_dtype(config)
-    line = f"{objective_words(loaded)}, {model}, {batch}, {device.type} {str(dtype).removeprefix('torch.')}"
+    line = f"{objective_words(loaded)}, {model}, {batch}, lr {config.actor.optimizer.lr:g}, "
+    line += f"{device.type} {str(dtype).removeprefix('torch.')}"
     note = default_algorithm_note(loaded)
     return [line, *([note] if note else [])]
 

@@ -1,53 +1,20 @@
-"""The schema as text: docs/config.md, docs/migrating.md, and a JSON schema for editors.
+"""Pages that are written by the code they describe: docs/config.md, docs/migrating.md, docs/cli.md.
 
-docs/config.md and docs/migrating.md are written by `make docs`; tests hold the pages and the tables together.
+`python -m gspo.cli [cli | config | migrating]` prints one; `make docs` writes them. Tests hold pages and
+tables together.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from gspo.algorithms import ALGORITHMS
+from gspo.cli.main import available_verbs, parser_of
 from gspo.config import Config, Key, Section, keys_of, known_keys, proximal_policy, written
 from gspo.migrate import Rule, areal, other_systems
-
-# -- The JSON schema ------------------------------------------------------------------------------------------
-
-
-def json_schema() -> dict[str, Any]:
-    """The JSON schema of a config, for editors. It has the schema's own keys, not AReaL's.
-
-    It accepts what `load` accepts: `${…}` for any value, a number for a string, null for a section, list or mapping.
-    """
-    schema = Config.model_json_schema()
-    schema["properties"]["algorithm"]["anyOf"] += [{"type": "string", "pattern": ".+:.+"}]  # a function of the user
-    schema["properties"]["algorithm"]["anyOf"][0]["enum"] = list(ALGORITHMS)
-    for section in (schema, *schema["$defs"].values()):
-        section["properties"] = {name: _property(each) for name, each in section["properties"].items()}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "gspo config"}
-
-
-def _property(schema: dict[str, Any]) -> dict[str, Any]:
-    about = {name: schema.pop(name) for name in ("default", "description") if name in schema}
-    schema = {name: value for name, value in schema.items() if name not in ("title", "unset")}
-    options = schema.get("anyOf", [schema])
-    # A `$ref` to a section has no type.
-    kinds = {option.get("type", "section") for option in options if "const" not in option and "enum" not in option}
-    for option in options:
-        if "items" in option:
-            option["items"] = _property(option["items"])
-    if "string" in kinds:
-        options.append({"type": "number"})
-    else:
-        # A value that is not a string may still be written as a reference.
-        options.append({"type": "string", "pattern": r"\$\{"})
-    if kinds & {"section", "array", "object"} and "null" not in kinds:
-        options.append({"type": "null"})
-    return {**about, "anyOf": options}
-
 
 # -- docs/config.md -------------------------------------------------------------------------------------------
 
@@ -284,3 +251,40 @@ def _foreign_tables(system: str) -> Iterable[str]:
             words = ": ".join(filter(None, (f"`{ours}`" if ours else "", note)))
             lines.append(f"| {', '.join(f'`{key}`' for key in keys)} | {_cell(words)} |")
         yield "\n".join(lines)
+
+
+# -- docs/cli.md ----------------------------------------------------------------------------------------------
+
+
+def command_page() -> str:
+    """docs/cli.md: every command with its arguments, from the parsers that read them."""
+    lines = [
+        "# Commands",
+        "",
+        "<!-- Written by `make docs` from src/gspo/cli. -->",
+        "",
+        "`gspo COMMAND --help` prints the same text. A config is a YAML file or the name of an example.",
+        "Any key of a config can be set on the command line: `key=value`; `~key` resets it to its default.",
+        "",
+        "Exit codes: 0 done, 1 failed run, 2 bad usage or config, 130 interrupted.",
+        "",
+        "| command | what it does |",
+        "|---|---|",
+        *(f"| [`gspo {name}`](#gspo-{name}) | {verb.line} |" for name, verb in available_verbs().items()),
+    ]
+    for name, verb in available_verbs().items():
+        # argparse has no public list of a parser's arguments.
+        actions = [a for a in parser_of(name, verb)._actions if a.dest != "help" and a.help != argparse.SUPPRESS]
+        lines += ["", f"## gspo {name}", "", f"{verb.line[0].upper()}{verb.line[1:]}."]
+        lines += ["", "```", f"gspo {verb.usage}", "```", "", *map(_argument_line, actions)]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _argument_line(action: argparse.Action) -> str:
+    value = str(action.metavar or "|".join(map(str, action.choices or [action.dest])))
+    names = ", ".join(action.option_strings)
+    takes_none = action.nargs == 0
+    return f"- `{names if takes_none else f'{names} {value}'.strip()}`: {action.help}"
+
+
+PAGES = {"cli": command_page, "config": document, "migrating": migrating}

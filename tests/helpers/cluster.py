@@ -19,8 +19,6 @@ from pathlib import Path
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo")
 
-_NODES: list[subprocess.Popen[bytes]] = []  # slurmd of the running cluster, started again ones included
-
 CONF = """\
 ClusterName=gspo
 SlurmctldHost={host}(127.0.0.1)
@@ -81,23 +79,16 @@ def running(folder: Path) -> Iterator[dict[str, str]]:
     try:
         daemons.append(_munge(folder))
         _until(lambda: (folder / "munge" / "munge.socket").exists(), "munged")
-        daemons.append(_start([str(_find("slurmctld")), "-c", "-D"], folder, env))
-        start_nodes(env)
+        for command in (["slurmctld", "-c", "-D"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]):
+            daemons.append(_start([str(_find(command[0])), *command[1:]], folder, env))
         _until(lambda: _idle_nodes(env) == 2, "two idle nodes", folder)
         try:
             yield env
         finally:
             _cancel_all(env)
     finally:
-        for process in [*_NODES, *reversed(daemons)]:
+        for process in reversed(daemons):
             _end(process)
-        _NODES.clear()
-
-
-def start_nodes(env: dict[str, str]) -> None:
-    """Start slurmd of both nodes, also after it was killed."""
-    folder = Path(env["SLURM_CONF"]).parent
-    _NODES.extend(_start([str(_find("slurmd")), "-D", "-N", name], folder, env) for name in ("n1", "n2"))
 
 
 def _cancel_all(env: dict[str, str]) -> None:

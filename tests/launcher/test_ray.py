@@ -238,18 +238,5 @@ def test_whichever_process_is_killed_under_ray_the_run_ends_the_same(at_home, tm
     assert metrics_of(run.path) == at_home
 
 
-@full
-@pytest.mark.parametrize("moment", MOMENTS[1:3])
-def test_after_the_head_of_ray_is_killed_the_same_command_ends_the_run_the_same(at_home, tmp_path, moment):
-    run = Run(by_command("ray"), tmp_path, fault=moment)
-    kill_at_fault(run, lambda _: _ray_processes(run, "gcs_server"))
-    code, said, complained = run.end(300)
-    assert code not in (0, 2), said + complained
-    assert run.fired[0] == moment
-    until(lambda: not run.left(), 120)
-    Run(by_command("ray"), tmp_path).ended()
-    assert metrics_of(run.path) == at_home
-
-
 def _ray_processes(run: Run, name: str) -> list[int]:
     return [pid for pid, command in run.processes() if name in command.split(" ")[0]]

@@ -200,7 +200,6 @@ def test_a_wrong_tool_is_an_error_that_names_it(hostile, tool):
     [
         ("result(m, content=[{'type': 'text', 'text': 5}, {'type': ['x']}, 7])", "[text]\n[['x']]"),
         ("result(m, content=3)", ""),
-        ("send('{\"id\": %d, \"result\": [' % m['id'] + '[' * 800 + ']' * 801 + '}')", ""),
     ],
 )
 def test_an_answer_of_another_form_is_an_empty_text(hostile, answer, text):

@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import processes
 
 from gspo.report import read_metrics
+from gspo.system import is_stopped
 
 ROOT = Path(__file__).parents[2]
 SCRIPT, CONFIG = "examples/math/gsm8k_rl.py", "examples/math/gsm8k_gspo.yaml"
@@ -112,6 +115,33 @@ class Run:
             except OSError:
                 continue  # it has ended meanwhile
         return found
+
+
+# The trainer of a run of SMALL stands still at one of these moments, in step 2 or 3.
+MOMENTS = ("rollout.token:40:stop", "train.updated:3:stop", "checkpoint.file:7:stop", "record.metrics:3:stop")
+
+
+def kill_at_fault(run: Run, victims: Callable[[int], list[int]]) -> None:
+    """SIGKILL for `victims` of the trainer's id, once it stands still; later stops, after a resume, end at once."""
+
+    def still() -> list[int]:
+        return [pid for pid, _ in run.processes() if is_stopped(pid)]
+
+    until(lambda: (run.fired and still()) or run.process.poll() is not None, 300)
+    (trainer,) = still()
+    killed = victims(trainer)
+    assert killed
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+
+    def go_on() -> None:
+        while run.process.poll() is None:
+            for pid in still():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+            time.sleep(0.5)
+
+    threading.Thread(target=go_on, daemon=True).start()
 
 
 def go_on_with(run: Run, number: int) -> None:

@@ -8,6 +8,7 @@ import pytest
 from launched_runs import (
     CONFIG,
     KILLED,
+    MOMENTS,
     NUM_STEPS,
     ROOT,
     SMALL,
@@ -18,6 +19,7 @@ from launched_runs import (
     by_module,
     by_script,
     go_on_with,
+    kill_at_fault,
     metrics_of,
     until,
 )
@@ -222,3 +224,19 @@ def test_a_plan_that_does_not_fit_the_cluster_is_said_with_what_was_asked_and_wh
     plan = plan_of(tmp_path, "cluster.n_nodes=3", "actor.backend=fsdp:d3")
     with pytest.raises(GspoError, match=r"Ray could not reserve.*cluster\.n_nodes"):
         ray.run(plan, restarts=0, say=print, start_timeout=3)
+
+
+@full
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("victim", ["trainer", "actor"])
+def test_whichever_process_is_killed_under_ray_the_run_ends_the_same(at_home, tmp_path, victim, moment):
+    run = Run(by_command("ray"), tmp_path, fault=moment)
+    kill_at_fault(run, lambda trainer: [trainer] if victim == "trainer" else _ray_processes(run, "ray::ProcessActor"))
+    _, complained = run.ended()
+    assert run.fired[0] == moment
+    assert ("the trainer was killed by SIGKILL" if victim == "trainer" else "Ray lost trainer_0") in complained
+    assert metrics_of(run.path) == at_home
+
+
+def _ray_processes(run: Run, name: str) -> list[int]:
+    return [pid for pid, command in run.processes() if name in command.split(" ")[0]]

@@ -12,6 +12,7 @@ import cluster
 import pytest
 from launched_runs import (
     KILLED,
+    MOMENTS,
     NUM_STEPS,
     STOPPED,
     TURNED,
@@ -20,6 +21,7 @@ from launched_runs import (
     by_module,
     by_script,
     go_on_with,
+    kill_at_fault,
     metrics_of,
     until,
 )
@@ -118,3 +120,13 @@ def test_without_slurm_the_launcher_says_so(tmp_path):
     code, _, complained = run.end(60)
     assert code == 2
     assert "sbatch was not found on this machine" in complained
+
+
+@full
+@pytest.mark.parametrize("moment", MOMENTS[2:3])
+def test_a_trainer_killed_in_a_save_under_slurm_resumes_by_itself_to_the_same_end(slurm, at_home, tmp_path, moment):
+    run = Run(by_command("slurm"), tmp_path, fault=moment, **slurm)
+    kill_at_fault(run, lambda trainer: [trainer])
+    run.ended()
+    assert run.fired[0] == moment
+    assert metrics_of(run.path) == at_home

@@ -1,5 +1,6 @@
 """A model in the cache is whole or it is not there, whatever goes wrong while it is written."""
 
+import pwd
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo.errors import DataError
+from gspo.errors import ConfigError, DataError
 from gspo.models import cache
 
 
@@ -20,6 +21,17 @@ def test_a_disk_that_fills_leaves_nothing_and_says_where(tmp_path):
     with pytest.raises(DataError, match=r"model could not be written: No space left.*GSPO_CACHE"):
         cache.publish_folder(tmp_path / "model", write)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_user_without_a_home_is_told_which_variable_to_set(monkeypatch):
+    def unknown(uid):
+        raise KeyError(uid)  # as for a user id of a container
+
+    for name in ("HOME", "GSPO_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(ConfigError, match="set GSPO_CACHE"):
+        cache.root()
 
 
 def test_a_cache_that_cannot_be_made_says_which_variable_to_set(tmp_path):

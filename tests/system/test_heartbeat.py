@@ -50,6 +50,14 @@ def test_a_process_whose_interpreter_is_stuck_in_c_is_ended_with_a_message_and_i
 
 
 @pytest.mark.run
+def test_a_process_whose_code_closes_all_descriptors_is_ended_when_it_blocks(tmp_path):
+    process = start(tmp_path, 1.0, "import os; os.closerange(3, 200); ctypes.PyDLL(None).sleep(60)")
+    said = process.communicate(timeout=50)[1]
+    assert process.returncode == -heartbeat.END_SIGNAL
+    assert "stalled: no progress for 1.5 s after '" in said
+
+
+@pytest.mark.run
 def test_a_stopped_process_has_not_stalled_and_one_that_sleeps_has(tmp_path):
     stopped = start(tmp_path, 3.0, "time.sleep(1.5)")
     slept = start(tmp_path, 3.0, "time.sleep(60)")

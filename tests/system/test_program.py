@@ -53,6 +53,34 @@ def test_a_thread_that_hangs_does_not_hold_the_end_of_a_command():
     assert "tool" in done.stderr
 
 
+COMMAND = """
+import sys
+from gspo.cli import main as cli
+from gspo.system import heartbeat, program
+heartbeat.NOTICE_S, program.START_TIMEOUT_S = 1.0, 4.0
+sys.argv[:] = ["gspo", *sys.argv[1:]]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(
+    "words", [["report", "RUN"], pytest.param(["audit", "RUN"], marks=pytest.mark.full)], ids=lambda words: words[0]
+)
+def test_a_command_that_hangs_says_what_it_waits_for_and_ends(tmp_path, words):
+    # A file system that never answers: the kernel calls this process, which does not answer.
+    hang = tmp_path / "hang"
+    hang.mkdir()
+    words = [str(hang) if word == "RUN" else word for word in words]
+    is_there = f"e == 'open' and str(a[0]).startswith({str(hang)!r})"
+    hook = f"import sys, time\nsys.addaudithook(lambda e, a: {is_there} and time.sleep(99))\n"
+    (hang / "metrics.jsonl").write_text("{}\n")
+    (hang / "config.yaml").write_text("actor: {}\n")
+    done = subprocess.run([sys.executable, "-c", hook + COMMAND, *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "gspo: no progress for 1 s after '" in done.stderr
+    assert "stalled: no progress for 4 s after '" in done.stderr
+
+
 def test_a_program_whose_stdout_is_closed_goes_on_without():
     code = "import sys\nfrom gspo.system.program import print_line\n"
     code += "for i in range(20_000): print_line(f'line {i}')\nprint('still here', file=sys.stderr)"

@@ -9,6 +9,7 @@ import episode_envs
 import pytest
 from processes import until
 from served_runs import TOKEN, Servers, Starter
+from slow_links import SlowLink
 from training_runs import build_fast, make_trainer, metrics, path_of, samples, train
 
 from gspo.config import dump, load
@@ -114,6 +115,26 @@ def test_one_of_two_samplers_killed_anywhere_changes_nothing(launched, baseline,
     servers = launched(2, faults=[fault])
     _, path = train(tmp_path, *RUN)
     assert servers.fired() == [fault]
+    assert_same_run(path, baseline)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "how",
+    [{"delay_s": 0.05}, {"delay_s": 0.005, "cuts": 3}, {"delay_s": 0.005, "silent_s": 6.0}],
+    ids=["slow", "cut", "silent"],
+)
+def test_a_slow_link_that_is_cut_changes_nothing(launched, baseline, tmp_path, how):
+    servers = launched(2, ready=True)
+    # A request may be lost three times, so only one of the links is cut, three times.
+    links = [SlowLink(servers.folder, 0, **how), SlowLink(servers.folder, 1, **{**how, "cuts": 0})]
+    try:
+        _, path = train(tmp_path, *RUN)
+    finally:
+        for link in links:
+            link.close()
+    assert all(link.num_parts > 40 for link in links)
+    assert links[0].num_cut == how.get("cuts", 0)
     assert_same_run(path, baseline)
 
 

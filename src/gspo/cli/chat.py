@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from gspo.cli.runs import find_model
 from gspo.config import load
 from gspo.errors import ConfigError, DataError, GspoError
 from gspo.report import choose_step
-from gspo.system import inert
+from gspo.system import beat, inert, limited
 
 if TYPE_CHECKING:
     from gspo.envs import Chat
@@ -134,7 +135,8 @@ def _talk(session: ChatSession, *, is_terminal: bool) -> int:
         print(f"{COMMANDS}.{plain}")
     while True:
         try:
-            text = input("> " if is_terminal else "").strip()
+            with limited(math.inf):  # the user may take any time
+                text = input("> " if is_terminal else "").strip()
         except (EOFError, KeyboardInterrupt):
             print(end="\n" * is_terminal)
             return 0
@@ -147,6 +149,7 @@ def _talk(session: ChatSession, *, is_terminal: bool) -> int:
         elif text:
             try:
                 for piece in session.ask(text):
+                    beat("a part of an answer")
                     print(inert(piece), end="", flush=True)
             except KeyboardInterrupt:
                 session.sampler.abort()

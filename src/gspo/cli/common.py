@@ -18,7 +18,9 @@ from gspo.algorithms import ALGORITHMS
 from gspo.config import Loaded, dump, known_keys, load, unknown_key
 from gspo.errors import ConfigError, GspoError
 from gspo.shipped import copy_example, example_files, find_config, with_pages
-from gspo.system import NO_LAB, TextRows, in_lab, laboratory
+from gspo.system import NO_LAB, TextRows, in_lab, laboratory, set_limit
+
+MIN_TIMEOUT_S = 600.0  # the least stall timeout outside of training
 
 
 def load_config(args: argparse.Namespace) -> Loaded:
@@ -35,7 +37,9 @@ def load_config(args: argparse.Namespace) -> Loaded:
                 f"no config given: {path!r} sets a key; pass a YAML file or the name of an example before it: "
                 f"quickstart {path}"
             )
-    return load(path, words)
+    loaded = load(path, words)
+    set_limit(max(loaded.config.stall_timeout, MIN_TIMEOUT_S))
+    return loaded
 
 
 def display() -> dict[str, Any]:

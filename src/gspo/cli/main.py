@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,13 @@ from typing import Any, NamedTuple
 
 from gspo import __version__
 from gspo.errors import ConfigError, GspoError
-from gspo.system import by_name, in_lab, laboratory, parse_yaml, program
+from gspo.system import by_name, heartbeat, in_lab, laboratory, parse_yaml, program
+
+# The commands with a deadline: they end after the stall timeout without progress. The others wait for the user, or for
+# runs that have their own, or do little.
+_WATCHED = frozenset(
+    ("train", "preview", "eval", "report", "export", "chat", "checkpoints", "compare", "doctor", "audit")
+)
 
 
 class Verb(NamedTuple):
@@ -31,9 +38,9 @@ TYPES: Mapping[str, Callable[[str], Any]] = {"int": int, "float": float, "path":
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit codes: 0 done, 1 failed run, 2 bad usage or config, 130 interrupted."""
     program.wait_without_spinning()
-    if argv is None and sys.argv[1:2] == ["train"]:
-        # Exits: signals and the stall timeout cover the rest of the process.
-        program.run_main(lambda: main(sys.argv[1:]))
+    if argv is None and sys.argv[1:2] and sys.argv[1] in _WATCHED:
+        # Exits: signals and the stall timeout cover the rest of the process. Training shows its progress itself.
+        program.run_main(lambda: main(sys.argv[1:]), math.inf if sys.argv[1] == "train" else heartbeat.NOTICE_S)
     words = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -73,6 +80,7 @@ def _dispatch(words: list[str]) -> int:
         raise ConfigError(
             f"unknown command {words[0]!r}{did_you_mean(words[0], VERBS)} `gspo --help` lists the commands"
         )
+    heartbeat.beat(f"the start of gspo {words[0]}")
     # Intermixed: options may come between overrides.
     args = parser_of(words[0], verb).parse_intermixed_args(words[1:])
     return _function(verb.run)(args)  # imported after `--help` and wrong options have ended the command

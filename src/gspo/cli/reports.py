@@ -27,10 +27,11 @@ from gspo.report import (
     write_report,
 )
 from gspo.report import compare as compare_runs
-from gspo.system import inert, read_json
+from gspo.system import beat, inert, read_json
 
 
 def write_report_of(run: Path, to: Path | None = None, megabytes: float | None = None) -> Path:
+    beat("writing the report")
     return write_report(run, to, doctor=words_of(run), budget=int(1e6 * megabytes) if megabytes else BUDGET)
 
 

@@ -16,9 +16,7 @@ from gspo.errors import ConfigError
 from gspo.faults import reached
 from gspo.launcher import launch, with_scheduler
 from gspo.lint import check
-from gspo.system import beat, inert, install_command, limited
-
-MIN_TIMEOUT_S = 600.0  # the least stall timeout outside of training
+from gspo.system import beat, inert, install_command
 
 
 def train(args: argparse.Namespace) -> int:
@@ -34,8 +32,7 @@ def train(args: argparse.Namespace) -> int:
             args.words.append(f"{key}={json.dumps(str(model))}")
             loaded = with_scheduler(load_config(args), args.on)
     # Imports and the report may take long on a slow disk; the trainer sets the exact limit for its own part.
-    with limited(max(loaded.config.stall_timeout, MIN_TIMEOUT_S)):
-        return _train(args, loaded)
+    return _train(args, loaded)
 
 
 def model_of_run(path: str, key: str) -> Path | None:

@@ -21,7 +21,7 @@ from gspo.launcher import make_launch_plan, require_machine
 from gspo.lint import facts_of
 from gspo.models import cache, check_settings, check_weights, embedded, find_here, gguf, hub_problem, read_adapter
 from gspo.rewards import BUILTIN, PRELOAD, SCORERS, Judge, RewardPool, check_classifier
-from gspo.system import by_name, human, install_command, visible_gpus
+from gspo.system import beat, by_name, human, install_command, visible_gpus
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class ReadyCheck:
 
 def attempt(what: str, look: Callable[[], str]) -> ReadyCheck:
     """Ok with the text that `look` returns; failed with the message of its error."""
+    beat(f"checking {what}")
     try:
         return ReadyCheck(what, "ok", look())
     except GspoError as error:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gspo.system import naming_panics
+
 Message = Mapping[str, Any]
 
 _MARK = "gspo7d1c9answer"
@@ -22,7 +24,7 @@ _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class TemplateError(Exception):
-    """The chat template cannot render these messages, or cannot continue after an answer."""
+    """The chat template or the tokenizer cannot handle these messages, or they cannot continue after an answer."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ class Chat:
             # A system message is separated from the rest; the other contents are concatenated as they are.
             system = [_content(m) + "\n\n" for m in messages[:1] if m.get("role") == "system"]
             text = "".join([*system, *(_content(m) for m in messages[len(system) :])])
-            return _ids(self.tokenizer.encode(text))
-        return _ids(self.tokenizer.encode(self._text(messages, tools), add_special_tokens=False))
+            return self.encode(text, begins=True)
+        return self.encode(self._text(messages, tools))
 
     def continue_after(
         self,
@@ -55,7 +57,7 @@ class Chat:
     ) -> tuple[int, ...]:
         """The tokens that `new` messages add after `answer`, the sampled answer to `history`."""
         if self.is_plain:
-            return _ids(self.tokenizer.encode("".join(map(_content, new)), add_special_tokens=False))
+            return self.encode("".join(map(_content, new)))
         mark = _MARK
         while any(mark in _content(m) for m in (*history, *new)):  # a message contains the marker
             mark += "x"
@@ -70,7 +72,15 @@ class Chat:
         end = self.tokenizer.decode(list(answer[-1:])) if len(answer) else ""
         if end and answer[-1] in self.tokenizer.all_special_ids and tail.startswith(end):
             tail = tail[len(end) :]
-        return _ids(self.tokenizer.encode(tail, add_special_tokens=False))
+        return self.encode(tail)
+
+    def encode(self, text: str, *, begins: bool = False) -> tuple[int, ...]:
+        """Tokens of a text; `begins`: it is the start of a sequence and gets special tokens. Raises TemplateError."""
+        try:
+            with naming_panics("the tokenizer", TemplateError):
+                return tuple(int(t) for t in self.tokenizer.encode(text, add_special_tokens=begins))
+        except Exception as error:
+            raise TemplateError(f"the tokenizer cannot encode the text: {str(error)[:200]}") from error
 
     def parse(self, tokens: Sequence[int]) -> dict[str, Any]:
         """An answer as an assistant message: `content`, and `tool_calls` if it has any.
@@ -165,7 +175,3 @@ def _plain(message: Message) -> dict[str, Any]:
         # Some templates only test whether `tool_calls` exists: an empty list must not be there.
         plain.pop("tool_calls", None)
     return plain
-
-
-def _ids(tokens: Any) -> tuple[int, ...]:
-    return tuple(int(t) for t in tokens)

@@ -179,7 +179,10 @@ class Client:
     def encode(self, text: str, *, begins: bool = False) -> tuple[int, ...]:
         """Tokens of a text for `complete`; `begins`: the text is the start of a sequence and gets special tokens."""
         self._refuse_long(len(text))
-        return tuple(int(t) for t in self._chat.tokenizer.encode(text, add_special_tokens=begins))
+        try:
+            return self._chat.encode(text, begins=begins)
+        except TemplateError as error:
+            raise EpisodeError(str(error)) from error
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._chat.text(tokens)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gspo.errors import DataError
+from gspo.errors import ConfigError, DataError
 from gspo.system import read_json, sha256
 
 SUMS = "SHA256.json"
@@ -24,7 +24,10 @@ _WAIT_S = 300.0  # for another process that builds the same model; it may be sto
 
 
 def root() -> Path:
-    return Path(os.environ.get("GSPO_CACHE") or Path.home() / ".cache" / "gspo")
+    try:
+        return Path(os.environ.get("GSPO_CACHE") or Path.home() / ".cache" / "gspo")
+    except RuntimeError as error:  # HOME is unset, and the user is not in the list of users
+        raise ConfigError("this user has no home folder: set GSPO_CACHE to the folder for models") from error
 
 
 def is_whole(folder: Path) -> bool:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         Limits, naming_panics, objects_of, parse_json, read_json, read_jsonl, read_regular, reading,
     )
     from gspo.system.foreign_yaml import parse_yaml, read_yaml
-    from gspo.system.heartbeat import AwakeClock, END_SIGNAL, beat, limited, stalls_logged
+    from gspo.system.heartbeat import AwakeClock, END_SIGNAL, beat, limited, set_limit, stalls_logged
     from gspo.system.http import HttpServer, Json, RefusedCallError, bearer_key, finished, route
     from gspo.system.http_client import HttpClient, Reply, ReplyTooLargeError
     from gspo.system.imports import (

@@ -14,6 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from gspo.errors import CheckpointError
+from gspo.system.heartbeat import beat
 
 
 @contextlib.contextmanager
@@ -60,6 +61,7 @@ def fsync(path: Path) -> None:
 
 
 def sha256(file: Path) -> str:
+    beat(f"checking {file}")
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gspo.errors import GspoError
+from gspo.system.heartbeat import beat
 
 
 class Limits(NamedTuple):
@@ -35,6 +36,7 @@ _KINDS = {dict: "an object", list: "a list"}
 @contextlib.contextmanager
 def reading(file: Path, error: type[GspoError]) -> Iterator[None]:
     """Turn what the readers raise into an `error` that names the file."""
+    beat(f"reading {file}")
     try:
         yield
     except OSError as cause:
@@ -44,7 +46,7 @@ def reading(file: Path, error: type[GspoError]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def naming_panics(where: str, error: type[GspoError]) -> Iterator[None]:
+def naming_panics(where: str, error: type[Exception]) -> Iterator[None]:
     """Turn a panic of a library in Rust (tokenizers), which is a BaseException, into an `error` with its place."""
     try:
         yield

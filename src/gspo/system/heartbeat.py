@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import os
 import select
 import signal
@@ -25,6 +26,7 @@ from pathlib import Path
 PERIOD = 1.0  # seconds between two checks, at most
 # Seconds that the process waits longer than the Python thread, whose message is better.
 GRACE = 5.0
+NOTICE_S = 60.0  # a command that shows no progress of its own says after this time what it waits for
 EXIT_CODE = 1
 END_SIGNAL = signal.SIGUSR2  # kills a run whose interpreter is stuck
 
@@ -105,10 +107,19 @@ def limited(seconds: float) -> Iterator[None]:
         watch.limit(outer)
 
 
-def watch_for_life(seconds: float) -> None:
-    """`watched` until the process has ended, which includes its wait for threads at exit."""
+def watch_for_life(seconds: float, notice_s: float = math.inf) -> None:
+    """`watched` until the process has ended, which includes its wait for threads at exit.
+
+    After `notice_s` without a heartbeat, the last one is printed.
+    """
     global _watch
-    _watch = _Watch(seconds)
+    _watch = _Watch(seconds, notice_s)
+
+
+def set_limit(seconds: float) -> None:
+    """The limit from now on, if the process is watched."""
+    if _watch is not None:
+        _watch.limit(seconds)
 
 
 @contextmanager
@@ -133,13 +144,13 @@ Target = tuple[int, Path | None, Callable[[str], None] | None]
 class _Watch:
     """The watching thread, and the process that watches it."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float, notice_s: float = math.inf) -> None:
+        self.seconds, self._notice_s = seconds, notice_s
         self._done = threading.Event()
         # The script by its path, without site-packages: it starts in some 15 ms. A session of its own, so that Ctrl-C
         # in a terminal does not reach it; it ends when its stdin is closed, that is, with this process.
         self._child = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__], stdin=subprocess.PIPE, start_new_session=True
+            [sys.executable, "-I", "-S", __file__, str(os.getpid())], stdin=subprocess.PIPE, start_new_session=True
         )
         assert self._child.stdin is not None
         self._pipe = self._child.stdin.fileno()
@@ -169,6 +180,7 @@ class _Watch:
         faulthandler.unregister(END_SIGNAL)
         assert self._child.stdin is not None
         with contextlib.suppress(OSError):
+            os.write(self._pipe, b"\n")  # the end, unlike a pipe that the user's code has closed
             self._child.stdin.close()
         try:
             self._child.wait(GRACE)  # wait: GRACE, the watched process
@@ -178,7 +190,7 @@ class _Watch:
 
     def _run(self) -> None:
         clock = AwakeClock()
-        seen, since = list(_progress), clock.seconds()
+        seen, since, is_told = list(_progress), clock.seconds(), False
         while True:
             self._tell_child(str(seen[1]))
             # Several checks per timeout, so that a stall is noticed soon after it.
@@ -186,9 +198,12 @@ class _Watch:
                 return
             now, latest = clock.seconds(), list(_progress)
             if latest != seen:
-                seen, since = latest, now
+                seen, since, is_told = latest, now, False
             elif now - since > self.seconds:
                 self._end(str(seen[1]))
+            elif not is_told and now - since > self._notice_s and self.seconds < math.inf:
+                is_told, text = True, f"no progress for {self._notice_s:g} s after {seen[1]!r}"
+                print(f"gspo: {text}; ends {self.seconds:g} s after it", file=sys.stderr, flush=True)
 
     def _tell_child(self, what: str) -> None:
         line = f"{self.seconds + GRACE!r}\t{self._target[1] or ''}\t{what}".replace("\n", " ")
@@ -218,22 +233,24 @@ def _message(seconds: float, what: str, log: Path | str | None) -> str:
     where = f"in {log}" if log else "on stderr"
     return (
         f"stalled: no progress for {seconds:g} s after {what!r}; the stacks of all threads are {where}. If the work "
-        "is this slow, raise stall_timeout; run the same command again to resume from the last checkpoint"
+        "is this slow, raise stall_timeout; a run resumes from its last checkpoint with the same command"
     )
 
 
 def main() -> None:
     """The child: ends its parent if the parent's watching thread sends nothing for the time that it named."""
-    parent, clock = os.getppid(), AwakeClock()
+    parent, clock = int(sys.argv[1]), AwakeClock()  # not getppid(): the parent may have ended before this line
     limit, log, what = float("inf"), "", "start"
     heard = clock.seconds()
-    rest = b""
+    rest, is_deaf = b"", False
     while True:
-        if select.select([0], [], [], PERIOD)[0]:  # wait: PERIOD, the watching process
+        # wait: PERIOD, the watching process
+        if select.select([] if is_deaf else [0], [], [], 0.1 if is_deaf else PERIOD)[0]:
             received = os.read(0, 1 << 16)  # wait: none, select has reported a line
-            if not received:
-                return  # the parent has ended, or the block that it watches has
+            is_deaf = not received  # the parent has ended, or the user's code in it has closed all descriptors
             *lines, rest = (rest + received).split(b"\n")
+            if lines and not lines[-1]:
+                return  # the block that it watches has ended
             if lines:
                 seconds, log, what = lines[-1].decode("utf-8", "replace").split("\t", 2)
                 limit = float(seconds)

@@ -1,10 +1,11 @@
-"""A command that trains, from its first line to the end of the process: signals and the stall timeout.
+"""A command, from its first line to the end of the process: signals and the stall timeout.
 
 Ctrl-C, SIGTERM and SIGUSR1 end a run in every phase: at once while it starts, after the step and a save later.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -22,10 +23,10 @@ EXIT_S = 10.0  # for threads to end after the command's work
 START_TIMEOUT_S = 7200.0  # the stall timeout until the config, which has its own, is loaded
 
 
-def run_main(main: Callable[[], int]) -> NoReturn:
+def run_main(main: Callable[[], int], notice_s: float = math.inf) -> NoReturn:
     """Run `main`, then exit with its code. SIGINT, SIGTERM and SIGUSR1 raise KeyboardInterrupt in it: exit code 130.
 
-    The stall timeout also covers the end of the process.
+    The stall timeout also covers the end of the process. After `notice_s` without progress the last one is printed.
     """
     received: list[int] = []
 
@@ -37,7 +38,7 @@ def run_main(main: Callable[[], int]) -> NoReturn:
         # nohup and shells start background commands with SIGINT ignored.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, interrupt)
-    watch_for_life(START_TIMEOUT_S)
+    watch_for_life(START_TIMEOUT_S, notice_s)
     try:
         code = main()
     except KeyboardInterrupt:

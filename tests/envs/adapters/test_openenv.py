@@ -1,7 +1,13 @@
 """OpenEnv servers over their websocket protocol: a small server here, and one made with the real package."""
 
+import asyncio
+import contextlib
+import json
+import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,8 +18,10 @@ from scripted_client import call, last_prompt, play, scripted
 
 from gspo.envs.adapters.openenv import OpenEnvError
 from gspo.envs.client import EpisodeError
+from gspo.envs.client import play as play_episode
 from gspo.envs.find import find_environment
 from gspo.errors import ConfigError
+from gspo.types import Failure
 
 
 @pytest.fixture
@@ -152,6 +160,115 @@ def test_what_is_no_server_is_refused_before_the_run(tmp_path):
         find_environment("openenv:no_such_package")
     with pytest.raises(ConfigError, match="must be at least 1"):
         find_environment("openenv:http://127.0.0.1:1", {"sessions": 0})
+
+
+GOOD = {"action": {"properties": {"number": {"type": "integer"}}}, "observation": {"properties": {}}}
+
+
+@contextlib.contextmanager
+def answering(send):
+    """A server whose answer to every request is what `send` writes to the socket; its address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection, contextlib.suppress(OSError):
+                        connection.recv(65536)
+                        send(connection)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def reply(body):
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(data) + data
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {}, [], "x", 3, None, {"action": {}}, {**GOOD, "action": None}, {**GOOD, "action": []},
+        {**GOOD, "action": "Guess"}, {**GOOD, "observation": None}, {**GOOD, "observation": 3},
+        {**GOOD, "action": {"properties": "x"}}, {**GOOD, "action": {"properties": ["x"]}},
+        {**GOOD, "action": {"properties": {"x": 5}}}, {**GOOD, "action": {"required": 5}},
+        {**GOOD, "action": {"required": [["x"]]}}, {**GOOD, "observation": {"properties": "x"}},
+        b"[" * 200_000, b'{"action": ' + b'{"a": ' * 2000 + b"{}" + b"}" * 2001, b"\xff\xfe{", b"",
+        b'{"action": {"title": "' + b"x" * 400_000 + b'"}, "observation": {}}', b"[" + b"0," * 500_000 + b"0]",
+    ],
+    ids=lambda schema: str(schema)[:40],
+)  # fmt: skip
+def test_a_schema_of_another_form_is_an_error_that_names_the_address(schema):
+    why = "/schema (did not answer as|is not that of) an OpenEnv server"
+    with answering(lambda connection: connection.sendall(reply(schema))) as url, pytest.raises(ConfigError, match=why):
+        find_environment(f"openenv:{url}", {"timeout": 20})
+
+
+@pytest.mark.run
+def test_odd_parts_of_a_right_schema_do_no_harm():
+    schema = {"action": {"title": ["A"], "properties": {"x": True, "metadata": {}}, "required": ["x", "gone"]},
+              "observation": {}, "description": {"a": 1}}  # fmt: skip
+    with answering(lambda connection: connection.sendall(reply(schema))) as url:
+        env = find_environment(f"openenv:{url}", {"timeout": 20})
+    assert env.rows("train", 1)[0]["prompt"] == "OpenEnv"  # a description that is not a text is none
+    assert env._parse("seven") == ({"x": "seven"}, "")
+
+
+def drip(connection):
+    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+    while True:
+        connection.sendall(b" ")
+        time.sleep(0.05)
+
+
+def flood(connection):
+    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 600000000\r\n\r\n")
+    while True:
+        connection.sendall(b" " * 2**20)
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(
+    ("send", "why"), [(drip, "no answer within 1 s"), (flood, "more than 1048576 bytes"), (lambda c: c.recv(1), "1 s")]
+)
+def test_an_answer_that_drips_floods_or_never_comes_ends_at_the_deadline(send, why):
+    began = time.monotonic()
+    with answering(send) as url, pytest.raises(ConfigError, match=why):
+        find_environment(f"openenv:{url}", {"timeout": 1})
+    assert time.monotonic() - began < 15
+
+
+@pytest.mark.full
+@pytest.mark.run
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "[]", "3", "null", "{}", '{"data": []}', '{"type": "error", "data": {}}', "[" * 100_000,
+        '{"type": "error", "data": {"message": ' + "[" * 90 + "]" * 90 + "}}", '{"data": {"reward": "1"}}',
+        '{"data": {"reward": ' + "9" * 400 + "}}", '{"data": {"reward": [1]}}',
+        '{"data": {"x": ' + "[" * 101 + "]" * 101 + "}}",
+    ],
+    ids=lambda answer: answer[:40],
+)  # fmt: skip
+def test_a_step_of_another_form_costs_one_sample(folder, monkeypatch, answer):
+    app = (folder / "server" / "app.py").read_text()
+    line = 'elif KIND == "large": await ws.send_text("x" * 2**21); continue'
+    assert line in app
+    (folder / "server" / "app.py").write_text(
+        app.replace(line, f'elif KIND == "odd": await ws.send_text({answer!r}); continue')
+    )
+    monkeypatch.setenv("KIND", "odd")
+    env = find_environment(f"openenv:{folder}", {"timeout": 20})
+    try:
+        failure = asyncio.run(play_episode(env, client("3")))
+        assert isinstance(failure, Failure)
+        assert failure.kind in ("infra", "crash")
+        assert "StopIteration" not in failure.message  # the first step failed, there was no second one
+    finally:
+        env.close()
 
 
 REAL = Path(__file__).parents[3] / ".venv-openenv" / "bin" / "python"

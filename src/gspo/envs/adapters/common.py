@@ -7,6 +7,7 @@ an observation is one letter (a = low … ), each number of an action is one dig
 from __future__ import annotations
 
 import asyncio
+import json
 import queue
 import re
 import string
@@ -25,6 +26,7 @@ from gspo.system import find_function
 # Held-out seeds begin here, so that no training seed is among them.
 HELD_OUT = 1_000_000
 _TRAIN, _TEST = 4096, 256
+_LONGEST_SCHEMA = 2**18  # characters
 
 
 def seed_rows(prompt: str, split: str, size: int | None, first_held_out: int = HELD_OUT) -> list[dict[str, Any]]:
@@ -36,6 +38,35 @@ def seed_rows(prompt: str, split: str, size: int | None, first_held_out: int = H
     held_out = split != "train"
     first, num = (first_held_out, _TEST) if held_out else (0, _TRAIN)
     return [{"prompt": prompt, "seed": first + i} for i in range(min(size or num, HELD_OUT))]
+
+
+def schema_problem(schema: Any) -> str:
+    """What is wrong with the JSON schema of an object that a server has sent, or nothing. None is an empty schema.
+
+    >>> schema_problem({"type": "object", "properties": {"x": {"type": "string"}}, "required": 5})
+    'has `required` that is not a list of names'
+    """
+    if not isinstance(schema, Mapping | None):
+        return f"is {type(schema).__name__}, not an object"
+    properties, required = (schema or {}).get("properties"), (schema or {}).get("required")
+    given = (properties or {}).values() if isinstance(properties, Mapping | None) else [None]
+    if not all(isinstance(schema, Mapping | bool) for schema in given):
+        return "has `properties` that are not an object of schemas"
+    if not isinstance(required, list | None) or not all(isinstance(name, str) for name in required or ()):
+        return "has `required` that is not a list of names"
+    try:
+        size = len(json.dumps(schema))  # it becomes part of every prompt
+    except RecursionError:
+        return "is nested too deeply"
+    return f"has {size} characters, more than {_LONGEST_SCHEMA}" if size > _LONGEST_SCHEMA else ""
+
+
+def to_reward(value: Any) -> float:
+    """The reward of a step as a number; a client checks that it is finite."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:  # an integer of 400 digits overflows
+        raise EpisodeError(f"the reward of a step must be a number, got {type(value).__name__}") from error
 
 
 class CallTimeoutError(EpisodeError):

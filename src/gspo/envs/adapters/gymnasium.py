@@ -22,6 +22,7 @@ from gspo.envs.adapters.common import (
     Threads,
     function_of,
     seed_rows,
+    to_reward,
 )
 from gspo.envs.client import Client, EpisodeError, OutOfRoomError, TooManyTurnsError
 from gspo.errors import ConfigError
@@ -99,7 +100,7 @@ class Gymnasium:
     async def _play(self, env: _Instance, client: Client, seed: Any) -> dict[str, float | None]:
         observation, info = await self._run(env.reset, None if seed is None else int(seed))
         total, num_invalid, steps = 0.0, 0, 0
-        before = 0.0 if self._potential is None else _number(self._potential(observation))
+        before = 0.0 if self._potential is None else to_reward(self._potential(observation))
         messages = [{"role": "user", "content": (self._prompt if self._history else "") + self._text(observation)}]
         for steps in range(1, self._max_steps + 1):
             try:
@@ -114,7 +115,7 @@ class Gymnasium:
                 action = self._action.read(str(answer.get("content") or ""))
                 observation, reward, is_over, info = await self._run(self._step, env, action)
                 if self._potential is not None:
-                    after = _number(self._potential(observation))
+                    after = to_reward(self._potential(observation))
                     reward, before = after - before, after
                 text = self._text(observation)
             except InvalidActionError as error:
@@ -147,7 +148,7 @@ class Gymnasium:
                     "the old gym package needs a wrapper"
                 )
             observation, reward, terminated, truncated, info = returned
-            total += _number(reward if self._reward is None else self._reward(observation, reward, info))
+            total += to_reward(reward if self._reward is None else self._reward(observation, reward, info))
             over = bool(terminated or truncated)
             if over:
                 break
@@ -218,10 +219,3 @@ def _maker(id: str, arguments: Mapping[str, Any], modules: Sequence[str]) -> Cal
             "A package that registers environments is named in env.options.modules"
         ) from error
     return make
-
-
-def _number(reward: Any) -> float:
-    try:
-        return float(reward)
-    except (TypeError, ValueError) as error:
-        raise EpisodeError(f"the reward of a step must be a number, got {type(reward).__name__}") from error

@@ -1,8 +1,9 @@
 """MCP servers as tools (`env.options: {mcp: [...]}`): a client for servers that speak JSON-RPC on stdin and stdout.
 
 It uses no package: the releases of `mcp` that other environments need exclude each other. A server runs with this
-user's rights, so its command comes from the config and never from data. Every wait has a deadline; a server that ends
-or does not answer in time costs the sample that called it (kind `infra`), and the next call starts a new one.
+user's rights, so its command comes from the config and never from data. Every call has one total deadline. A server
+that ends, is late or answers with nonsense costs the sample that called it (kind `infra`). The next call starts a new
+server if the old one has ended or does not answer a ping.
 """
 
 from __future__ import annotations
@@ -18,22 +19,28 @@ import socket
 import subprocess
 import tempfile
 import threading
+import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from gspo.envs.adapters.common import schema_problem
 from gspo.envs.client import EpisodeError
 from gspo.errors import ConfigError
-from gspo.system import describe_exit, dying_with_parent, stop_group
+from gspo.system import Limits, describe_exit, described, dying_with_parent, parse_json, stop_group
 
 _PROTOCOL = "2025-06-18"  # servers of 2025 and 2026 accept this version
-_LONGEST_LINE = 16 * 2**20  # bytes; a longer message ends the server
+_LONGEST_LINE = 16 * 2**20  # bytes; a longer message fails the calls that wait, and its rest is skipped
+_LIMITS = Limits(bytes=_LONGEST_LINE, values=10**6)
+_MOST_IDLE = 256 * 2**20  # bytes without an answer to a call (log lines, pings); more end the server
 _LONGEST_STDERR = 2000  # bytes kept for an error message
 _MOST_TOOLS = 1000
-_START_S, _SEND_S, _STOP_S = 60.0, 10.0, 2.0
+_START_S, _STOP_S, _PING_S = 60.0, 2.0, 2.0
+_NOT_SUPPORTED = {"error": {"code": -32601, "message": "not supported"}}
 
 
 class McpError(EpisodeError):
@@ -82,6 +89,16 @@ def _spec(entry: Any, key: str) -> ServerSpec:
     )
 
 
+@dataclass
+class _Slot:
+    """The running server of a spec, and the lock of the thread that starts it: other servers are not waited for."""
+
+    server: McpServer | None = None
+    # wait: none, held for the end and the start of a server at most, 4 × _STOP_S + _START_S
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+_Running = defaultdict[str, _Slot]
 Arguments = Mapping[str, Any]
 
 
@@ -109,9 +126,7 @@ class McpTools:
 
     def __init__(self, given: Any, timeout_s: float, taken: Sequence[str] = ()) -> None:
         self._timeout_s = timeout_s
-        self._shared: dict[str, McpServer] = {}
-        # wait: none, held for the start of a server at most, _START_S
-        self._lock = threading.Lock()  # one thread at a time starts a server
+        self._shared = _Running(_Slot)
         self._known: dict[str, tuple[ServerSpec, str, dict[str, Any]]] = {}  # by the name that the model uses
         for spec in read_specs(given):
             try:
@@ -126,37 +141,43 @@ class McpTools:
             if spec.per_episode:
                 server.close()
             else:
-                self._shared[spec.name] = server
+                self._shared[spec.name].server = server
 
     @contextlib.contextmanager
     def episode(self) -> Iterator[dict[str, Tool]]:
         """The tools of one episode."""
-        own: dict[str, McpServer] = {}
+        own = _Running(_Slot)
         try:
             yield {
                 name: Tool(schema, partial(self._call, own, spec, tool))
                 for name, (spec, tool, schema) in self._known.items()
             }
         finally:
-            for server in own.values():  # in a thread: stopping a process takes time, and other episodes go on
-                threading.Thread(target=server.close, daemon=True).start()
+            # In a thread: stopping a process takes time, and other episodes go on.
+            threading.Thread(target=_close, args=(own,), daemon=True).start()
 
     def close(self) -> None:
-        for server in self._shared.values():
-            server.close()
+        _close(self._shared)
 
-    async def _call(self, own: dict[str, McpServer], spec: ServerSpec, tool: str, arguments: Arguments) -> str:
+    async def _call(self, own: _Running, spec: ServerSpec, tool: str, arguments: Arguments) -> str:
         return await asyncio.to_thread(self._blocking_call, own, spec, tool, arguments)
 
-    def _blocking_call(self, own: dict[str, McpServer], spec: ServerSpec, tool: str, arguments: Arguments) -> str:
-        running = own if spec.per_episode else self._shared
-        with self._lock:
-            server = running.get(spec.name)
-            if server is None or server.is_over:
-                if server is not None:
-                    server.close()
-                server = running[spec.name] = McpServer(spec)
+    def _blocking_call(self, own: _Running, spec: ServerSpec, tool: str, arguments: Arguments) -> str:
+        slot = (own if spec.per_episode else self._shared)[spec.name]
+        with slot.lock:
+            if slot.server is None or slot.server.is_over:
+                if slot.server is not None:
+                    slot.server.close()
+                slot.server = McpServer(spec)
+            server = slot.server
         return server.call(tool, arguments, self._timeout_s)
+
+
+def _close(running: _Running) -> None:
+    for slot in list(running.values()):
+        with slot.lock:  # a call of a cancelled episode may be starting it
+            if slot.server is not None:
+                slot.server.close()
 
 
 class McpServer:
@@ -166,8 +187,8 @@ class McpServer:
         self.spec = spec
         self._ids = itertools.count(1)
         self._pending: dict[int, Future[Any]] = {}
-        # wait: none, held for the start of a server at most, _START_S
-        self._lock = threading.Lock()  # guards _pending and writes to stdin
+        self._lock = threading.Lock()  # wait: none, held for dictionary operations; guards _pending and _over
+        self._writing = threading.Lock()  # wait: none, held for one message to stdin, which has the call's timeout
         self._stderr = b""
         self._over: str | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="gspo-mcp-") if spec.per_episode else None
@@ -175,7 +196,6 @@ class McpServer:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("GSPO_")}
         # A socket instead of a pipe: sending has a deadline even if the server does not read.
         self._stdin, theirs = socket.socketpair()
-        self._stdin.settimeout(_SEND_S)
         with theirs:
             self._process = subprocess.Popen(
                 dying_with_parent(list(spec.command)), stdin=theirs.fileno(), stdout=subprocess.PIPE,
@@ -186,10 +206,11 @@ class McpServer:
         for reader in self._readers:
             reader.start()
         try:
+            deadline = time.monotonic() + _START_S
             hello = {"protocolVersion": _PROTOCOL, "capabilities": {}, "clientInfo": {"name": "gspo", "version": "1"}}
             self._call("initialize", hello, _START_S)
-            self._send({"method": "notifications/initialized"})
-            self.tools = self._list_tools()
+            self._send({"method": "notifications/initialized"}, _START_S)
+            self.tools = self._list_tools(deadline)
         except BaseException:
             self.close()
             raise
@@ -214,14 +235,18 @@ class McpServer:
         if self._folder is not None:
             self._folder.cleanup()
 
-    def _list_tools(self) -> list[dict[str, Any]]:
+    def _list_tools(self, deadline: float) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         cursor = None
         while len(found) < _MOST_TOOLS:
-            page = self._call("tools/list", {"cursor": cursor} if cursor else {}, _START_S)
+            left = max(deadline - time.monotonic(), 0.0)
+            page = self._call("tools/list", {"cursor": cursor} if cursor else {}, left)
             tools = page.get("tools") if isinstance(page, Mapping) else None
-            if not isinstance(tools, list) or not all(isinstance(t, dict) and t.get("name") for t in tools):
-                raise McpError(f"the MCP server {self.spec.name} answered tools/list with {str(page)[:200]!r}")
+            if not isinstance(tools, list):
+                raise McpError(f"the MCP server {self.spec.name} answered tools/list without a list of tools")
+            for tool in tools:
+                if problem := _tool_problem(tool):
+                    raise McpError(f"the MCP server {self.spec.name} describes a tool wrongly: {problem}")
             found += tools
             cursor = page.get("nextCursor")
             if not cursor or not tools:
@@ -229,41 +254,54 @@ class McpServer:
         return found[:_MOST_TOOLS]
 
     def _call(self, method: str, params: Mapping[str, Any], timeout_s: float) -> Any:
+        deadline = time.monotonic() + timeout_s
         future: Future[Any] = Future()
         with self._lock:
             number = next(self._ids)
             self._pending[number] = future
         try:
-            self._send({"id": number, "method": method, "params": params})
-            return future.result(timeout_s)  # wait: the tool's timeout, the episode
+            self._send({"id": number, "method": method, "params": params}, timeout_s)
+            # wait: the tool's timeout, the episode
+            return future.result(max(deadline - time.monotonic(), 0.0))
         except FutureTimeout:
-            # It may still hold the answer of an old call: a server that was late once is not used again.
-            self._fail(f"the MCP server {self.spec.name} did not answer {method} within {timeout_s:g} s")
-            raise McpError(str(self._over)) from None
+            why = f"the MCP server {self.spec.name} did not answer {method} within {timeout_s:g} s"
+            if method != "tools/call" or not self._answers_after(number):
+                self._fail(why)
+            raise McpError(why) from None
         finally:
             with self._lock:
                 self._pending.pop(number, None)
 
-    def _send(self, message: Mapping[str, Any]) -> None:
+    def _answers_after(self, number: int) -> bool:
+        """Whether it answers a ping after a call that was late: then the calls of other episodes go on."""
+        with contextlib.suppress(McpError, FutureTimeout):
+            self._send({"method": "notifications/cancelled", "params": {"requestId": number}}, _PING_S)
+            self._call("ping", {}, _PING_S)
+        return self._over is None
+
+    def _send(self, message: Mapping[str, Any], timeout_s: float) -> None:
         line = json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n"
-        with self._lock:
+        if not self._writing.acquire(timeout=timeout_s):  # wait: the call's timeout, the call that is writing
+            raise FutureTimeout
+        try:
             if self._over is not None:
                 raise McpError(self._over)
-            # On an error the reader finds out how the server ended, and fails the call; else the call's deadline does.
-            with contextlib.suppress(OSError):
-                self._stdin.sendall(line)
+            self._stdin.settimeout(timeout_s)
+            self._stdin.sendall(line)
+        except TimeoutError:  # a part of the line may have been sent: the next message would be appended to it
+            self._fail(f"the MCP server {self.spec.name} does not read its input")
+            raise McpError(str(self._over)) from None
+        except OSError:
+            pass  # the reader finds out how the server ended and fails the call; else the call's deadline does
+        finally:
+            self._writing.release()
 
     def _read(self) -> None:
         """The reader thread: give results to the waiting calls until the server's stdout ends."""
-        stdout: Any = self._process.stdout
-        with stdout:
-            while line := stdout.readline(_LONGEST_LINE):
-                if not line.endswith(b"\n"):
-                    self._fail(f"the MCP server {self.spec.name} sent a message of more than {_LONGEST_LINE} bytes")
-                    break
-                # Some servers print other lines to stdout; they are ignored.
-                with contextlib.suppress(ValueError, RecursionError, AttributeError, TypeError):
-                    self._handle(json.loads(line))
+        try:
+            self._read_lines()
+        except Exception as error:  # no call waits for a reader that is gone
+            self._fail(f"the output of the MCP server {self.spec.name} cannot be read: {described(error)}")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_S)  # wait: _STOP_S, the server's reader thread
         # wait: _STOP_S, the server's reader thread
@@ -273,22 +311,57 @@ class McpServer:
         said = self._stderr.decode("utf-8", "replace").strip()[-400:]
         self._fail(f"the MCP server {self.spec.name} {how}: {said or 'no output on stderr'}")
 
-    def _handle(self, message: dict[str, Any]) -> None:
-        if "method" in message:
-            if "id" in message:  # a request of the server: only `ping` has an answer here
-                pong: dict[str, Any] = {"result": {}} if message["method"] == "ping" else {
-                    "error": {"code": -32601, "message": "not supported"}
-                }  # fmt: skip
-                self._send({"id": message["id"], **pong})
-            return
+    def _read_lines(self) -> None:
+        stdout: Any = self._process.stdout
+        idle, is_rest = 0, False
+        with stdout:
+            while line := stdout.readline(_LONGEST_LINE):
+                idle += len(line)
+                if len(line) == _LONGEST_LINE and not line.endswith(b"\n") and not is_rest:
+                    self._fail_calls(f"the MCP server {self.spec.name} sent a message of more than {len(line)} bytes")
+                elif not is_rest and self._handle(line):
+                    idle = 0
+                is_rest = not line.endswith(b"\n")
+                if idle > _MOST_IDLE:
+                    return self._fail(f"the MCP server {self.spec.name} sent {idle} bytes and no answer")
+
+    def _handle(self, line: bytes) -> bool:
+        """Give a message to the call that waits for it, or answer a ping; whether it was the answer to a call."""
+        try:
+            message = parse_json(line, _LIMITS)
+        except ValueError:
+            return False  # some servers print other lines to stdout, also log lines in JSON
+        if not isinstance(message, dict):
+            return False
+        number, method = message.get("id"), message.get("method")
+        if method is not None:
+            if isinstance(number, int | str) and len(str(number)) <= 100:
+                self._answer(number, {"result": {}} if method == "ping" else _NOT_SUPPORTED)
+            return False
         with self._lock:
-            future = self._pending.get(message["id"])
+            future = self._pending.get(number) if type(number) is int else None
         if future is None or future.done():
-            return
-        if (error := message.get("error")) is not None:
-            future.set_exception(McpError(f"the MCP server {self.spec.name} refused: {str(error)[:300]}"))
+            return False
+        error = message.get("error")
+        if error is not None:
+            words = error.get("message") if isinstance(error, dict) else error
+            shown = words if isinstance(words, str) else type(words).__name__
+            future.set_exception(McpError(f"the MCP server {self.spec.name} refused: {shown[:300]}"))
         else:
             future.set_result(message.get("result"))
+        return True
+
+    def _answer(self, number: int | str, answer: Mapping[str, Any]) -> None:
+        """Answer a request if the server reads: the reader thread waits for nothing."""
+        if not self._writing.acquire(blocking=False):
+            return
+        try:
+            line = json.dumps({"jsonrpc": "2.0", "id": number, **answer}).encode() + b"\n"
+            self._stdin.send(line, socket.MSG_DONTWAIT)  # a line this short is sent as a whole or not at all
+        except OSError:
+            pass
+        finally:
+            self._writing.release()
 
     def _read_stderr(self) -> None:
         """Read all of stderr, so that the server never blocks on it; keep its end."""
@@ -303,9 +376,24 @@ class McpServer:
             if self._over is not None:
                 return
             self._over = why
-            waiting = [future for future in self._pending.values() if not future.done()]
+        self._fail_calls(why)
+
+    def _fail_calls(self, why: str) -> None:
+        with self._lock:
+            waiting = list(self._pending.values())
         for future in waiting:
-            future.set_exception(McpError(why))
+            with contextlib.suppress(InvalidStateError):  # it has just been answered
+                future.set_exception(McpError(why))
+
+
+def _tool_problem(tool: Any) -> str:
+    """What is wrong with a tool of tools/list, or nothing."""
+    if not isinstance(tool, dict) or not isinstance(name := tool.get("name"), str) or not 0 < len(name) <= 256:
+        return "its name must be a string of 1 to 256 characters"
+    if not isinstance(tool.get("description"), str | None):
+        return f"{name}: its description must be a string"
+    problem = schema_problem(tool.get("inputSchema"))
+    return f"{name}: its inputSchema {problem}" if problem else ""
 
 
 def _openai_schema(name: str, tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -325,6 +413,7 @@ def _text_of(result: Any) -> str:
     content = result.get("content") if isinstance(result, Mapping) else None
     parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
     text = "\n".join(
-        str(part.get("text", "")) if part.get("type") == "text" else f"[{part.get('type')}]" for part in parts
-    )
+        words if part.get("type") == "text" and isinstance(words := part.get("text"), str)
+        else f"[{str(part.get('type'))[:40]}]" for part in parts
+    )  # fmt: skip
     return f"error: {text}" if isinstance(result, Mapping) and result.get("isError") else text

@@ -22,14 +22,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from gspo.envs.adapters.common import seed_rows
+from gspo.envs.adapters.common import schema_problem, seed_rows, to_reward
 from gspo.envs.client import Client, EpisodeError, OutOfRoomError, TooManyTurnsError
 from gspo.errors import ConfigError
-from gspo.system import describe_exit, dying_with_parent, install_command, stop_group
+from gspo.system import HttpClient, Limits, describe_exit, dying_with_parent, install_command, parse_json, stop_group
 
-_LONGEST = 2**20  # characters of one message of the server
+_LONGEST = 2**20  # bytes of one message of the server
+_LIMITS = Limits(bytes=4 * _LONGEST, values=200_000)
 _TOOL_ACTIONS = {"Action", "CallToolAction", "ListToolsAction"}  # titles of the action schemas of tool environments
 
 
@@ -82,12 +81,13 @@ class OpenEnv:
         self._url = what.rstrip("/")
         try:
             schema = self._get("schema")
-            self._prompt = prompt if prompt is not None else str(self._get("metadata").get("description") or "")
-            action_schema, observed = schema["action"], schema["observation"]
+            described = self._get("metadata").get("description") if prompt is None else prompt
+            self._prompt = described if isinstance(described, str) else ""
+            action_schema, observed = self._checked(schema, "action"), self._checked(schema, "observation")
         except BaseException:
             self.close()
             raise
-        self._has_tools = action_schema.get("title") in _TOOL_ACTIONS
+        self._has_tools = str(action_schema.get("title")) in _TOOL_ACTIONS
         self._fields = {n: s for n, s in (action_schema.get("properties") or {}).items() if n != "metadata"}
         self._observation = _known(observation, observed.get("properties") or {}, "env.options.observation")
         required = [name for name in action_schema.get("required") or list(self._fields) if name in self._fields]
@@ -148,11 +148,7 @@ class OpenEnv:
 
     async def _play_tools(self, client: Client, session: _Session, reply: Mapping[str, Any]) -> float:
         listed = await session.ask("step", {"type": "list_tools"})
-        tools = [
-            {"type": "function", "function": {"name": t["name"], "description": t.get("description") or "",
-                                              "parameters": t.get("input_schema") or {"type": "object"}}}
-            for t in (listed.get("observation") or {}).get("tools") or ()
-        ]  # fmt: skip
+        tools = _tools_of(listed)
         messages = _add_user(client.messages, self._read(reply) if _content(reply) else "")
         for step in range(self._max_steps):
             try:
@@ -170,7 +166,7 @@ class OpenEnv:
                 try:
                     reply = await session.ask("step", action)
                     client.reward(_reward(reply))
-                    text = _tool_text(reply.get("observation") or {})
+                    text = _tool_text(_content(reply))
                 except _InvalidActionError as error:
                     text = f"error: {error}"
                 messages.append({"role": "tool", "name": function["name"], "content": text})
@@ -184,15 +180,23 @@ class OpenEnv:
 
     def _get(self, route: str) -> dict[str, Any]:
         try:
-            # wait: env.timeout, the trainer
-            found = httpx.get(f"{self._url}/{route}", timeout=self._timeout_s).raise_for_status().json()
-        except (httpx.HTTPError, ValueError) as error:
+            with HttpClient(max_reply=_LONGEST) as http:
+                reply = http.call("GET", f"{self._url}/{route}", timeout_s=self._timeout_s)
+            found = parse_json(reply.content, _LIMITS) if reply.status == 200 else f"status {reply.status}"
+            if not isinstance(found, dict):
+                raise ValueError(f"expected a JSON object, got {str(found)[:100]!r}")
+        except (OSError, ValueError) as error:
+            what = str(error) or f"no answer within {self._timeout_s:g} s"
             raise ConfigError(
-                f"env.path: {self._url}/{route} did not answer as an OpenEnv server does: {error}"
+                f"env.path: {self._url}/{route} did not answer as an OpenEnv server does: {what}"
             ) from error
-        if not isinstance(found, dict):
-            raise ConfigError(f"env.path: {self._url}/{route} answered {str(found)[:100]!r}, expected a JSON object")
         return found
+
+    def _checked(self, schema: Mapping[str, Any], part: str) -> Mapping[str, Any]:
+        problem = "is missing" if schema.get(part) is None else schema_problem(schema[part])
+        if problem:
+            raise ConfigError(f"env.path: {self._url}/schema is not that of an OpenEnv server: its {part} {problem}")
+        return schema[part]
 
     def _read(self, reply: Mapping[str, Any]) -> str:
         """The observation as the model reads it."""
@@ -206,7 +210,8 @@ class OpenEnv:
         """(action, "") for an answer of the model, or (None, what is wrong)."""
         text = text.strip()
         if self._action is not None:
-            value, kind = text, self._fields[self._action].get("type")
+            value, field = text, self._fields[self._action]
+            kind = field.get("type") if isinstance(field, dict) else None
             if kind in ("integer", "number"):
                 try:
                     value = int(text) if kind == "integer" else float(text)
@@ -214,8 +219,8 @@ class OpenEnv:
                     return None, f"the answer must be one {kind}"
             return {self._action: value}, ""
         start, end = text.find("{"), text.rfind("}")
-        with contextlib.suppress(ValueError, RecursionError):
-            if isinstance(found := json.loads(text[start : end + 1]), dict):
+        with contextlib.suppress(ValueError):
+            if isinstance(found := parse_json(text[start : end + 1], _LIMITS), dict):
                 return found, ""
         return None, f"the answer must be a JSON object with {', '.join(self._fields)}"
 
@@ -249,17 +254,18 @@ class _Session:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._socket.send(json.dumps({"type": kind, "data": data}))
-                reply = json.loads(await self._socket.recv())  # wait: none, asyncio.timeout around it
+                reply = parse_json(await self._socket.recv(), _LIMITS)  # wait: none, asyncio.timeout around it
                 content = reply["data"]
                 if not isinstance(content, dict):
                     raise TypeError(f"data is {type(content).__name__}, not an object")
+                message = str(content.get("message"))[:300]
         except TimeoutError:
             raise OpenEnvError(f"the server did not answer {kind} within {self._timeout_s:g} s") from None
-        except (WebSocketException, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (WebSocketException, ValueError, KeyError, TypeError) as error:
             raise OpenEnvError(f"{kind}: {type(error).__name__}: {str(error)[:200]}") from error
         if reply.get("type") != "error":
             return content
-        code, message = content.get("code"), str(content.get("message"))[:300]
+        code = content.get("code")
         if code == "VALIDATION_ERROR" and kind == "step":
             raise _InvalidActionError(message)
         remedy = ": set env.options.sessions lower, or the server's max_concurrent_envs higher"
@@ -308,10 +314,13 @@ class _Server:
             dying_with_parent(self._command), stdin=subprocess.DEVNULL, start_new_session=True, cwd=self._folder
         )
         deadline = time.monotonic() + self._timeout_s
+        with HttpClient(max_reply=_LONGEST) as http:
+            self._wait_until_healthy(http, deadline)
+
+    def _wait_until_healthy(self, http: HttpClient, deadline: float) -> None:
         while True:
-            with contextlib.suppress(httpx.HTTPError):
-                # wait: 2 s per try, the trainer after env.options.start_timeout
-                if httpx.get(f"{self.url}/health", timeout=2).is_success:
+            with contextlib.suppress(OSError, ValueError):
+                if http.call("GET", f"{self.url}/health", timeout_s=2).status == 200:
                     return
             if (code := self._process.poll()) is not None:
                 raise ConfigError(
@@ -346,7 +355,23 @@ def _reward(reply: Mapping[str, Any]) -> float:
     value = reply.get("reward")
     if not isinstance(value, int | float | None):
         raise OpenEnvError(f"the reward of a step must be a number, got {type(value).__name__}")
-    return 0.0 if value is None else float(value)
+    return 0.0 if value is None else to_reward(value)
+
+
+def _tools_of(listed: Mapping[str, Any]) -> list[dict[str, Any]]:
+    tools = _content(listed).get("tools") or []
+    if not isinstance(tools, list):
+        raise OpenEnvError("list_tools: its tools are not a list")
+    found: list[dict[str, Any]] = []
+    for tool in tools:
+        name = tool.get("name") if isinstance(tool, dict) else None
+        problem = schema_problem(tool.get("input_schema")) if isinstance(name, str) else "belongs to no name"
+        if problem:
+            raise OpenEnvError(f"list_tools: the input_schema of {str(name)[:64]!r} {problem}")
+        function = {"name": name, "description": str(tool.get("description") or ""),
+                    "parameters": tool.get("input_schema") or {"type": "object"}}  # fmt: skip
+        found.append({"type": "function", "function": function})
+    return found
 
 
 def _add_user(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:

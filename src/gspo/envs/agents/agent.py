@@ -141,8 +141,15 @@ def open_episode(client: Client, errors: list[EpisodeError]) -> OpenEpisode:
         _name(client),
         lambda request: _answered(client, request, errors),
         asyncio.get_running_loop(),
-        lambda request: client.count_tokens(request.messages, request.tools or None),
+        lambda request: _counted(client, request),
     )
+
+
+def _counted(client: Client, request: ApiRequest) -> int:
+    try:
+        return client.count_tokens(request.messages, request.tools or None)
+    except EpisodeError as error:
+        raise _refusal(error) from error
 
 
 async def _answered(client: Client, request: ApiRequest, errors: list[EpisodeError]) -> Answer:

@@ -43,7 +43,7 @@ class Dialect(NamedTuple):
     """A format of requests and replies: how it is read, and how an answer is written, whole or as events."""
 
     prefix: str  # of the ids of replies
-    read: Callable[[Mapping[str, Any], str], ApiRequest]
+    read: Callable[..., ApiRequest]
     body: Callable[..., dict[str, Any]]
     events: Callable[..., Iterable[bytes]]
 
@@ -146,13 +146,13 @@ class Endpoint(HttpServer):
                 future.cancel()
         super().close()
 
-    def authorize(self, request: Request) -> None:
-        try:
-            self._find_episode(request)
-        except ApiError as error:
-            raise messages_api.MessagesError(error) if "/v1/messages" in request.scope["path"] else error from None
+    async def on_error(self, request: Request, error: Exception) -> Response:
+        is_known = isinstance(error, messages_api.MessagesError)
+        if isinstance(error, ApiError) and not is_known and "/v1/messages" in request.scope["path"]:
+            error = messages_api.MessagesError(error)
+        return await super().on_error(request, error)
 
-    def _find_episode(self, request: Request) -> None:
+    def authorize(self, request: Request) -> None:
         """Check the key first, so that a reply reveals nothing about an episode to a caller without its key."""
         name = request.scope["path"].removeprefix("/e/").partition("/")[0]
         # Anthropic's older clients send their key in a header of its own.
@@ -202,23 +202,21 @@ class Endpoint(HttpServer):
         return Json(replies.model_body(self.model))
 
     async def _reward(self, request: Request) -> Response:
-        request.state.episode.reward = api.read_reward(api.parse_body(await request.body()))
+        request.state.episode.reward = api.read_body(api.read_reward, await request.body())
         return Json({"reward": request.state.episode.reward})
 
     async def _count_tokens(self, request: Request) -> Response:
-        episode, body = request.state.episode, api.parse_body(await request.body())
-        api_request = messages_api.read_messages(body, self.model, needs_max_tokens=False)
+        episode = request.state.episode
+        read = partial(messages_api.read_messages, model=self.model, needs_max_tokens=False)
+        api_request = api.read_body(read, await request.body())
         if episode.count_tokens is None:
             raise ApiError(404, "no_such_route", "this episode does not count tokens")
         return Json({"input_tokens": episode.count_tokens(api_request)})
 
     async def _generate(self, dialect: Dialect, request: Request) -> Response:
-        episode, body = request.state.episode, api.parse_body(await request.body())
-        api_request = dialect.read(body, self.model)
-        try:
-            answer, number = await self._sample(episode, api_request)
-        except ApiError as error:
-            raise messages_api.MessagesError(error) if dialect.prefix == "msg" else error from error.__cause__
+        episode = request.state.episode
+        api_request = api.read_body(partial(dialect.read, model=self.model), await request.body())
+        answer, number = await self._sample(episode, api_request)
         names: dict[str, Any] = {"model": self.model, "created": int(time.time())}
         names["id"] = f"{dialect.prefix}-{episode.name}-{number}"
         # A streamed reply has the same content; it is sent after the sample is complete.

@@ -33,34 +33,32 @@ class MessagesError(ApiError):
 
 
 def read_messages(body: Mapping[str, Any], model: str, *, needs_max_tokens: bool = True) -> ApiRequest:
-    """The request as a chat request; raises MessagesError."""
+    """The request as a chat request; raises ApiError."""
     given = {name: value for name, value in body.items() if value is not None}
     if "thread" in given:
         refused = ApiError(400, "thread_unsupported_request", "threads are not kept here: send the whole conversation")
         raise MessagesError(refused, {"error_code": "thread_unsupported_request", "unsupported": []})
-    try:
-        if needs_max_tokens and "max_tokens" not in given:
-            raise ApiError(400, "missing_required_parameter", "max_tokens is missing", "max_tokens")
-        chat: dict[str, Any] = {name: given.pop(name) for name in _SAME if name in given}
-        chat["messages"] = [
-            *_system(given.pop("system", None)),
-            *(m for i, message in enumerate(as_list(given.pop("messages", None), "messages"))
-              for m in _messages(message, f"messages[{i}]")),
-        ]  # fmt: skip
-        if "max_tokens" in given:
-            chat["max_tokens"] = given.pop("max_tokens")
-        if stop := given.pop("stop_sequences", None):
-            chat["stop"] = stop
-        if tools := given.pop("tools", None):
-            chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(as_list(tools, "tools"))]
-        if choice := given.pop("tool_choice", None):
-            chat["tool_choice"] = choice.get("type") if isinstance(choice, dict) else choice
-        if given.get("thinking", {}) in ({}, {"type": "disabled"}):
-            given.pop("thinking", None)
-        # Whatever is left is refused by its name.
-        return read_chat({**given, **chat}, model)
-    except ApiError as error:
-        raise MessagesError(error) from error
+    if needs_max_tokens and "max_tokens" not in given:
+        raise ApiError(400, "missing_required_parameter", "max_tokens is missing", "max_tokens")
+    chat: dict[str, Any] = {name: given.pop(name) for name in _SAME if name in given}
+    chat["messages"] = [
+        *_system(given.pop("system", None)),
+        *(m for i, message in enumerate(as_list(given.pop("messages", None), "messages"))
+          for m in _messages(message, f"messages[{i}]")),
+    ]  # fmt: skip
+    if "max_tokens" in given:
+        chat["max_tokens"] = given.pop("max_tokens")
+    if "stop_sequences" in given:
+        chat["stop"] = as_list(given.pop("stop_sequences"), "stop_sequences")
+    if "tools" in given:
+        chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(as_list(given.pop("tools"), "tools"))]
+    if "tool_choice" in given:
+        choice = given.pop("tool_choice")
+        chat["tool_choice"] = choice.get("type") if isinstance(choice, dict) else choice
+    if given.get("thinking", {}) in ({}, {"type": "disabled"}):
+        given.pop("thinking", None)
+    # Whatever is left is refused by its name.
+    return read_chat({**given, **chat}, model)
 
 
 def _system(given: Any) -> list[dict[str, Any]]:
@@ -71,6 +69,9 @@ def _messages(message: Any, where: str) -> Iterator[dict[str, Any]]:
     """One message as chat messages: results of tools become messages of their own, before the user's text."""
     if not isinstance(message, dict):
         raise ApiError(400, "invalid_type", f"{where} must be an object", where)
+    unknown = [name[:64] for name, value in message.items() if name not in ("role", "content") and value is not None]
+    if unknown:
+        raise ApiError(400, "unknown_parameter", f"{where} has a field {unknown[0]!r} that is not supported", where)
     role, content = message.get("role"), message.get("content")
     if isinstance(content, str):
         yield {"role": role, "content": content}
@@ -83,11 +84,14 @@ def _messages(message: Any, where: str) -> Iterator[dict[str, Any]]:
         if kind == "text":
             texts.append(as_text([block], at))
         elif kind == "tool_use" and role == "assistant":
-            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
+            given = _default(block.get("input"), {})
+            if not isinstance(given, dict):
+                raise ApiError(400, "invalid_type", f"{at}.input must be an object", at)
+            function = {"name": block.get("name"), "arguments": given}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
             num_results += 1
-            result = as_text(block.get("content") or "", at)
+            result = as_text(_default(block.get("content"), ""), at)
             yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id")),
                    "content": f"error: {result}" if block.get("is_error") else result}  # fmt: skip
         else:
@@ -99,9 +103,13 @@ def _messages(message: Any, where: str) -> Iterator[dict[str, Any]]:
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type", "custom") != "custom" or not isinstance(tool.get("name"), str):
         raise ApiError(400, "unsupported_value", f"{where} must be a tool with name and input_schema", where)
-    function = {"name": tool["name"], "description": tool.get("description") or "",
-                "parameters": tool.get("input_schema") or {"type": "object", "properties": {}}}  # fmt: skip
+    function = {"name": tool["name"], "description": _default(tool.get("description"), ""),
+                "parameters": _default(tool.get("input_schema"), {"type": "object", "properties": {}})}  # fmt: skip
     return {"type": "function", "function": function}
+
+
+def _default(given: Any, default: Any) -> Any:
+    return default if given is None else given
 
 
 def message_body(answer: Answer, request: ApiRequest, *, id: str, model: str, created: int) -> dict[str, Any]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from gspo.system import RefusedCallError
+from gspo.system import RefusedCallError, described, parse_json
+
+T = TypeVar("T")
 
 
 def chat_body(answer: Answer, request: ApiRequest, *, id: str, model: str, created: int) -> dict[str, Any]:
@@ -209,15 +211,20 @@ class Answer:
 # Requests
 
 
-def parse_body(body: bytes) -> dict[str, Any]:
-    """A JSON object, or ApiError."""
+def read_body(read: Callable[[Mapping[str, Any]], T], body: bytes) -> T:
+    """The request in a body, by one of the functions below; ApiError whatever is in it."""
     try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as cause:
-        raise ApiError(400, "invalid_json", f"the body is not JSON: {type(cause).__name__}") from None
+        value = parse_json(body, strict=True)
+    except ValueError as cause:
+        raise ApiError(400, "invalid_json", f"the body is not JSON: {str(cause)[:300]}") from None
     if not isinstance(value, dict):
         raise ApiError(400, "invalid_json", f"the body is a JSON {type(value).__name__}; it must be an object")
-    return value
+    try:
+        return read(value)
+    except ApiError:
+        raise
+    except Exception as error:  # the functions depend on the body alone
+        raise ApiError(400, "invalid_value", f"the request cannot be read: {described(error)[:300]}") from error
 
 
 def read_chat(body: Mapping[str, Any], model: str) -> ApiRequest:
@@ -280,7 +287,8 @@ def read_completion(body: Mapping[str, Any], model: str) -> ApiRequest:
 def read_reward(body: Mapping[str, Any]) -> float:
     """POST /reward with {"reward": number}."""
     value = body.get("reward")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or len(body) != 1:
+    # A comparison, because an integer of 400 digits has no float.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300 or len(body) != 1:
         raise ApiError(400, "invalid_value", 'the body must be {"reward": a finite number}', "reward")
     return float(value)
 
@@ -394,7 +402,8 @@ def as_text(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
 
 
 def _tool_call(call: Any, where: str) -> Mapping[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
+    is_call = isinstance(call, dict) and call.get("type") in (None, "function")
+    function = call.get("function") if is_call else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ApiError(400, "invalid_value", f"{where} must contain function calls, each with a name", where)
     arguments = function.get("arguments", "{}")
@@ -412,6 +421,10 @@ def _tool(tool: Any, index: int) -> Mapping[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ApiError(400, "unsupported_value", f"{where} must be a function with a name", where)
+    if not isinstance(function.get("parameters"), dict | None):
+        raise ApiError(400, "invalid_type", f"{where}: the parameters must be a JSON schema, an object", where)
+    if not isinstance(function.get("description"), str | None):
+        raise ApiError(400, "invalid_type", f"{where}: the description must be a string", where)
     return tool
 
 

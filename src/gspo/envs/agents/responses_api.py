@@ -16,6 +16,10 @@ _SAME = ("model", "stream", "temperature", "top_p", "tool_choice", "parallel_too
          "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")  # fmt: skip
 # Fields that have no effect here, or of which only one value is supported.
 _NEUTRAL: Mapping[str, Any] = {"truncation": "disabled", "background": False, "top_logprobs": 0, "reasoning": {}}
+# The default, in the forms in which clients write it.
+_FORMATS: tuple[Any, ...] = (None, {}, {"type": "text"})
+_TEXTS = ({}, *({"format": f} | v for f in _FORMATS for v in ({}, {"verbosity": None}, {"verbosity": "medium"})),
+          {"verbosity": None}, {"verbosity": "medium"})  # fmt: skip
 _STATE = ("conversation", "prompt")
 _TEXT_KINDS = ("input_text", "output_text", "text")
 
@@ -39,13 +43,13 @@ def read_response(body: Mapping[str, Any], model: str) -> ApiRequest:
     ]
     if "max_output_tokens" in given:
         chat["max_tokens"] = given.pop("max_output_tokens")
-    if tools := given.pop("tools", None):
+    if (tools := given.pop("tools", None)) is not None:
         chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(as_list(tools, "tools"))]
     given.pop("include", None)  # asks for parts of a reply that this server never has
     given.pop("stream_options", None)
-    text = given.pop("text", None) or {}
-    if isinstance(text, dict) and text.get("format", {}).get("type", "text") != "text":
-        raise ApiError(400, "unsupported_value", "text.format must be text: sampling is not constrained", "text.format")
+    if given.pop("text", {}) not in _TEXTS:
+        only = 'text must be {"format": {"type": "text"}}: sampling is not constrained'
+        raise ApiError(400, "unsupported_value", only, "text")
     for name, neutral in _NEUTRAL.items():
         value = given.pop(name, neutral)
         if value != neutral and not (isinstance(value, dict) and not any(value.values())):
@@ -66,7 +70,8 @@ def _messages(given: Any) -> list[dict[str, Any]]:
         if kind == "message":
             messages.append({"role": item.get("role"), "content": as_text(item.get("content"), where, _TEXT_KINDS)})
         elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+            arguments = item.get("arguments")
+            function = {"name": item.get("name"), "arguments": "{}" if arguments in (None, "") else arguments}
             call = {"id": str(item.get("call_id")), "type": "function", "function": function}
             # Calls of one answer are several items; in a chat they belong to one message, with its text.
             if messages and messages[-1]["role"] == "assistant":

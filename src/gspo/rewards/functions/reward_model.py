@@ -14,6 +14,7 @@ from typing import Any
 
 from gspo.errors import ConfigError, DataError, RewardError
 from gspo.rewards.call import Pending, Result, checked
+from gspo.system import naming_panics
 
 _CACHED = 65536  # texts whose scores are kept
 
@@ -87,6 +88,14 @@ class RewardModel:
         self._queued.clear()
 
     def _encode(self, item: Any, completion: str) -> tuple[int, ...]:
+        try:
+            with naming_panics(f"{self._name}: its tokenizer", RewardError):
+                return self._tokens(item, completion)
+        except RewardError as error:  # only this completion has no score
+            self._scores[()] = "crash", str(error)
+            return ()
+
+    def _tokens(self, item: Any, completion: str) -> tuple[int, ...]:
         if not self._chat:
             return tuple(self._tokenizer.encode(_plain(item) + completion))
         question = list(item.messages) or [{"role": "user", "content": item.prompt}]

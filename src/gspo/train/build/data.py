@@ -45,7 +45,7 @@ from gspo.rewards import (
     reward_spec,
 )
 from gspo.rollout import RejectReason, RolloutProducer, Workflow
-from gspo.system import Every, Launched, by_name, visible_gpus
+from gspo.system import Every, Launched, beat, by_name, visible_gpus
 from gspo.train.build.given import Given
 from gspo.train.build.rollout import evaluation_params, make_single_turn, make_workflow
 from gspo.train.build.run import make_every
@@ -269,6 +269,7 @@ def refuse_images(
 
 def load_data(config: Config, spec: DatasetSpec, split: str, tokenizer: Any, key: str, environment: Any = None) -> Data:
     """The data set of a config section, or its mixture; a source inherits the shared keys that it does not set."""
+    beat(f"loading the data ({key})")
     if not spec.mixture:
         return _load_source(config, spec, spec, split, tokenizer, key, environment)
     sources = [

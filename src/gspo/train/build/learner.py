@@ -50,7 +50,7 @@ from gspo.learner import (
 from gspo.models import check_replay, embedded, freeze_vision, load_model, load_tokenizer, vision_parameters
 from gspo.runs import checkpoint, code_digest
 from gspo.sampling import product_name
-from gspo.system import Launched, by_name, source_file, step_name
+from gspo.system import Launched, beat, by_name, source_file, step_name
 from gspo.train.update import Rates, Updater, UpdateSettings
 
 if TYPE_CHECKING:
@@ -368,6 +368,7 @@ def load_policy(config: Config, run: Path | None, step: int) -> tuple[PolicyModu
 
     The checkpoint is verified and keeps its dtype: a run trained in bfloat16 on a GPU loads as bfloat16 on a CPU.
     """
+    beat("loading the model (actor.path)")
     device, dtype = device_and_dtype(config)
     folder = None
     if step and run is not None:

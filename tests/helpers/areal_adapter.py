@@ -5,8 +5,7 @@ import torch
 from their_code import imported
 
 from gspo import objectives
-from gspo.objectives import correction, surrogate
-from gspo.objectives.aggregate import at_tokens, keep_trained, token_layout
+from gspo.objectives import at_tokens, correction, keep_trained, token_layout, token_log_ratio
 
 _, theirs = imported(
     "areal",
@@ -46,7 +45,7 @@ def _loss(name, stat, logprobs, proximal, advantages, mask, level, cu, **setting
     layout = _layout(logprobs, mask, cu)
     settings |= {"level": level, "aggregation": "token_mean", "cu_seqlens": layout.cu_seqlens}
     out = objectives.loss(name, logprobs, proximal, advantages, mask, **settings)
-    log_ratio = surrogate.token_log_ratio(logprobs.detach(), proximal, layout)
+    log_ratio = token_log_ratio(logprobs.detach(), proximal, layout)
     if level == "sequence":
         log_ratio = at_tokens(out.stats["log_s"], layout)
     return out.loss, stat | {"importance_weight": keep_trained(log_ratio.exp(), layout)}

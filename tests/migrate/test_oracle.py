@@ -19,12 +19,11 @@ import torch
 import yaml
 
 from gspo import objectives
-from gspo.audit.findings import loaded_of
-from gspo.audit.verl import from_verl
+from gspo.audit import from_verl, loaded_of
 from gspo.config import effective_objective, load, yaml_tree
 from gspo.errors import ConfigError
 from gspo.learner import batch_with_advantages, with_token_advantages
-from gspo.train.build.learner import assembly, make_credit
+from gspo.train import assembly, make_credit
 from gspo.types import Group, Prompt, Sample, SampleId, Score
 
 pytestmark = pytest.mark.full

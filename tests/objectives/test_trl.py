@@ -24,7 +24,7 @@ from transformers import Qwen3ForCausalLM, TrainerCallback  # noqa: E402
 from trl_runs import PLAIN, VOCAB, tiny_model, tiny_tokenizer  # noqa: E402
 
 from gspo import objectives  # noqa: E402
-from gspo.audit.trl import from_trl  # noqa: E402
+from gspo.audit import from_trl  # noqa: E402
 from gspo.objectives import surrogate  # noqa: E402
 
 LENGTHS = (7, 3, 9, 1, 6, 8, 2, 5)

@@ -8,6 +8,9 @@ if TYPE_CHECKING:
     # fmt: off
     from gspo.audit.callback import TRLCallback
     from gspo.audit.disk import audit_files
+    from gspo.audit.findings import loaded_of
+    from gspo.audit.trl import from_trl
+    from gspo.audit.verl import from_verl
     # fmt: on
 
 __getattr__ = face(__name__)

@@ -7,7 +7,6 @@ with every aggregation and every denominator that trainers use, and compare with
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from gspo.conformance import paper
 from gspo.errors import ConfigError
+from gspo.system import parse_json
 
 NEEDED = ("logp", "proximal_logp", "advantage", "loss")
 NUMBERS = ("loss", "clip_low", "clip_high", "max_new_tokens", "num_sequences", "num_tokens")
@@ -141,7 +141,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 def _record(line: str, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise ConfigError(f"{where}: not JSON: {error}") from None
     missing = [name for name in NEEDED if not isinstance(record, dict) or name not in record]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gspo.errors import ConfigError
+from gspo.system import parse_json
 
 VECTORS = Path(__file__).parent / "vectors"
 
@@ -52,7 +52,7 @@ class Case:
 @functools.cache
 def load(folder: Path = VECTORS) -> tuple[Case, ...]:
     """All cases, in the order of the file."""
-    suite = json.loads((folder / "suite.json").read_text(encoding="utf-8"))
+    suite = parse_json((folder / "suite.json").read_text(encoding="utf-8"))
     arrays = load_file(folder / "arrays.safetensors")
 
     def below(prefix: str) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from gspo.system import face
 
 if TYPE_CHECKING:
     # fmt: off
-    from gspo.objectives import advantage, aggregate, own
+    from gspo.objectives import advantage, aggregate, correction, own
     from gspo.objectives.aggregate import (
         TokenLayout, at_tokens, denominator, fold, keep_trained, mean_tokens, sum_tokens, token_layout, turn_cuts,
     )

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from gspo.sampling.engines.vllm import (
         EXTENSION, LORA_RANKS, MAX_LOGPROBS, NAME, VllmSampler, WORKER_FOLDER, is_cpu_build,
     )
-    from gspo.sampling.local.by_length import leaves_of
     from gspo.sampling.local.draw import warp
     from gspo.sampling.local.engine import LocalSampler
     from gspo.sampling.native import decode, few_rows, library

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     )
     from gspo.train.build.given import find_environment
     from gspo.train.build.learner import (
-        alphabet_warning, assembly, context_length, device_and_dtype, limit_context, load_policy, make_plan,
+        alphabet_warning, assembly, context_length, device_and_dtype, limit_context, load_policy, make_credit, make_plan,
         make_policy, make_reader, make_tokenizer, narrowest_clip, published_dtype, set_threads, set_trained_part,
         whole_model, with_tower,
     )

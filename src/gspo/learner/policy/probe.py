@@ -31,7 +31,7 @@ from gspo.errors import DataError
 from gspo.learner.policy.module import PolicyModule
 from gspo.learner.policy.packing import Completion, Layout, Packed, PackItem
 from gspo.models import TREE, routers
-from gspo.sampling import leaves_of
+from gspo.system import by_name
 from gspo.types import ImageFile, Prompt
 
 if TYPE_CHECKING:
@@ -246,6 +246,7 @@ def _can_fork(policy: PolicyModule) -> bool:
             (cache,) = fork(model.base_model(input_ids=ids, use_cache=True), 2).values()
         if any(cache.is_sliding):  # these prompts are shorter than a window, so they would not test it
             return False
+        leaves_of = by_name("gspo.sampling.local.by_length:leaves_of")
         states = [leaf for _, leaf in leaves_of(cache) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         if not states or not all(state.requires_grad for state in states):
             return False

@@ -29,7 +29,7 @@ FLOORS = {
             ("runs", "monitor"),
             ("train",),
             ("launcher", "lint", "migrate"),
-            ("doctor", "report", "studies", "audit", "planner"),
+            ("doctor", "report", "studies", "audit", "planner", "trl"),
             ("cli",),
             ("__main__",),
         )

@@ -18,8 +18,13 @@ def text_reward(text: str) -> float:
     return sum((int(word[1:]) * (at + 1)) % 17 for at, word in enumerate(text.split())) / 100
 
 
-def make_trainer(folder: Path, **settings: Any) -> Any:
-    """A rollout batch has 4 prompts × 4 completions, in 2 mini-batches of 2 micro-batches each; `settings` override."""
+def make_trainer(
+    folder: Path, trainer_class: Any = None, config_class: Any = None, more: dict[str, Any] | None = None, **settings: Any
+) -> Any:
+    """A rollout batch has 4 prompts × 4 completions, in 2 mini-batches of 2 micro-batches each; `settings` override.
+
+    `more`: further arguments of the trainer, TRL's by default.
+    """
     import torch
     import trl
     from datasets import Dataset
@@ -41,6 +46,9 @@ def make_trainer(folder: Path, **settings: Any) -> Any:
             pad_token_id=2,
         )
     )
+    if settings.get("beta"):  # TRL loads its reference from the policy's path
+        model.save_pretrained(folder / "model")
+        model = Qwen3ForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     words = {"<bos>": 0, "<eos>": 1, "<pad>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -69,14 +77,15 @@ def make_trainer(folder: Path, **settings: Any) -> Any:
         "report_to": "none",
         "disable_tqdm": True,
     } | settings
-    return trl.GRPOTrainer(
-        model=model,
-        reward_funcs=reward,
-        args=trl.GRPOConfig(**args),
-        train_dataset=Dataset.from_list([{"prompt": f"w{3 + i} w4", "answer": f"a{i}"} for i in range(16)]),
-        processing_class=PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", padding_side="left"
-        ),
+    processing_class = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", padding_side="left"
+    )
+    given = {"model": model, "reward_funcs": reward, "processing_class": processing_class}
+    # Prompts of 2 to 5 tokens.
+    prompts = [" ".join(["w4", *[f"w{3 + i}"] * (1 + i % 4)]) for i in range(16)]
+    data = Dataset.from_list([{"prompt": prompt, "answer": f"a{i}"} for i, prompt in enumerate(prompts)])
+    return (trainer_class or trl.GRPOTrainer)(
+        **given | {"args": (config_class or trl.GRPOConfig)(**args), "train_dataset": data} | (more or {})
     )
 
 

@@ -8,6 +8,7 @@ in the audit is printed once and ends the recording, never the training.
 
 from __future__ import annotations
 
+import itertools
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -197,14 +198,16 @@ class TRLCallback(TrainerCallback):
     """Record log s, clipping and samples of a TRL run: `trainer.add_callback(TRLCallback(trainer, "runs/audit/a"))`.
 
     The path is a new run directory; a run that resumes from a checkpoint continues its own. A step is one rollout batch
-    with all its optimizer updates, as everywhere in gspo; TRL's global_step counts updates.
+    with all its optimizer updates, as everywhere in gspo; TRL's global_step counts updates. With `numbered`, a path that
+    holds another run gets a number.
     """
 
-    def __init__(self, trainer: Any, path: str | Path | None = None) -> None:
+    def __init__(self, trainer: Any, path: str | Path | None = None, *, numbered: bool = False) -> None:
         self.trainer = trainer
         self.version = check_trainer(trainer)
         self.path = Path(path) if path else Path("runs/audit") / Path(trainer.args.output_dir).absolute().name
         self.draft = from_trl(_values(trainer), "GRPOConfig")
+        self.numbered = numbered
         self.clips = trainer.loss_type in CLIPPED
         self.run: RunDir | None = None  # on the main process
         self._originals: dict[str, tuple[bool, Callable[..., Any]]] = {}
@@ -310,6 +313,11 @@ class TRLCallback(TrainerCallback):
 
     def _open(self) -> None:
         resumed = self._step > 0 and (self.path / "audit.json").is_file()
+        first = self.path
+        for number in itertools.count(2) if self.numbered and not resumed else ():
+            if not (self.path / "config.yaml").is_file():
+                break
+            self.path = first.with_name(f"{first.name}-{number}")
         if (self.path / "config.yaml").is_file() and not resumed:
             raise ConfigError(f"{self.path} already holds a run; pass another path to gspo.audit.TRLCallback")
         self.run = RunDir(self.path)

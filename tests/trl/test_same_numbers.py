@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 trl = pytest.importorskip("trl", reason="needs the extra trl: pip install .[trl]")
 
-from trl_runs import make_trainer  # noqa: E402
+from trl_runs import GSPO, UPDATES, trained  # noqa: E402
 
 from gspo.trl import GSPOTrainer  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
-UPDATES = 20
 NOT_COMPARED = {"step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second"}
 # A generation batch is 16 completions of 4 prompts in micro-batches of 4; two of them are an update unless set.
-GSPO = {"epsilon": 2e-3, "epsilon_high": 3e-3}
-GRPO = {"importance_sampling_level": "token", "epsilon": 0.02}
+GRPO = {"importance_sampling_level": "token", "epsilon": 5e-3}
+LORA = {"lora": True, "epsilon": 2e-4}
 CASES: dict[str, dict[str, Any]] = {
     "gspo": GSPO,
     "grpo": GRPO,
     "dr_grpo": GRPO | {"loss_type": "dr_grpo"},
-    "dapo": GRPO | {"loss_type": "dapo", "epsilon_high": 0.03},
+    "dapo": GRPO | {"loss_type": "dapo", "epsilon_high": 6e-3},
     "bnpo": GRPO | {"loss_type": "bnpo"},
     "luspo": GSPO | {"loss_type": "luspo"},
     "cispo": GRPO | {"loss_type": "cispo", "epsilon_high": 5.0},
     "sapo": GRPO | {"loss_type": "sapo"},
-    "vespo": GRPO | {"loss_type": "vespo"},
+    "vespo": GRPO | {"loss_type": "vespo", "tolerance": 1e-5},  # its weight has the power of all tokens' ratios
     "kl": GSPO | {"beta": 0.1},
     "kl, token, no bias correction": GRPO | {"beta": 0.1, "use_bias_correction_kl": False},
     "two iterations": GSPO | {"num_iterations": 2},
@@ -52,45 +50,12 @@ CASES: dict[str, dict[str, Any]] = {
     "gradient checkpointing": GSPO | {"gradient_checkpointing": True},
     "tools": GSPO | {"rollout": True},
     "tools, token": GRPO | {"rollout": True, "loss_type": "dapo"},
-    "lora": GSPO | {"lora": True},
-    "lora, kl": GSPO | {"lora": True, "beta": 0.1},
-    "lora, gradient checkpointing": GSPO | {"lora": True, "gradient_checkpointing": True},
+    "lora": LORA,
+    "lora, kl": LORA | {"beta": 0.1},
+    "lora, gradient checkpointing": LORA | {"gradient_checkpointing": True},
 }
+ONE_UPDATE = ("one update per batch", "one update of two batches", "one micro-batch")  # every ratio is 1
 CORE = ("gspo", "two iterations, token, kl", "tools", "lora, kl", "gradient checkpointing")
-
-
-def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """Two answers of the model with four tokens of a tool between them."""
-    import torch
-
-    tokenizer, ids, masks = trainer.processing_class, [], []
-    prompt_ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
-    for at, prompt in enumerate(prompt_ids):
-        tool = [3 + (at + k) % 20 for k in range(4)]
-        first = torch.randint(3, 30, (1 + at % 4,)).tolist()
-        with torch.no_grad():
-            out = trainer.model.generate(
-                input_ids=torch.tensor([[*prompt, *first, *tool]]), generation_config=trainer.generation_config
-            )
-        second = out[0, len(prompt) + len(first) + 4 :].tolist()
-        ids.append([*first, *tool, *second])
-        masks.append([1] * len(first) + [0] * 4 + [1] * len(second))
-    logprobs = [[-1.0] * len(each) for each in ids]
-    return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": logprobs, "env_mask": masks}
-
-
-def trained(folder: Path, trainer_class: Any, settings: dict[str, Any], **more: Any) -> Any:
-    given: dict[str, Any] = dict(more)
-    settings = {"learning_rate": 1e-4, "max_steps": UPDATES, "log_completions": False} | settings
-    if settings.pop("lora", False):
-        from peft import LoraConfig
-
-        given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
-    if settings.pop("rollout", False):
-        given["rollout_func"] = rollout
-    trainer = make_trainer(folder, trainer_class, more=given, **settings)
-    trainer.train()
-    return trainer
 
 
 def assert_same(ours: Any, theirs: Any, tolerance: float = 1e-6) -> None:
@@ -99,10 +64,13 @@ def assert_same(ours: Any, theirs: Any, tolerance: float = 1e-6) -> None:
     for mine, other in zip(ours.state.log_history, theirs.state.log_history, strict=True):
         assert mine.keys() == other.keys()
         for name in mine.keys() - NOT_COMPARED:
-            assert mine[name] == pytest.approx(other[name], rel=tolerance, abs=tolerance), (name, mine["step"])
+            # None: a metric of a micro-batch without trained tokens.
+            allowed = max(tolerance, 5e-6) if name == "grad_norm" else tolerance  # the root of 10,000 rounded squares
+            same = None if other[name] is None else pytest.approx(other[name], rel=allowed, abs=allowed)
+            assert mine[name] == same, (name, mine["step"])
     weights = zip(ours.model.named_parameters(), theirs.model.named_parameters(), strict=True)
     for (name, mine), (_, other) in weights:
-        assert float((mine - other).abs().max()) <= tolerance, name
+        assert float((mine - other).detach().abs().max()) <= tolerance, name
 
 
 @pytest.mark.parametrize(
@@ -110,12 +78,12 @@ def assert_same(ours: Any, theirs: Any, tolerance: float = 1e-6) -> None:
 )
 @pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
 def test_losses_norms_metrics_and_weights_are_those_of_trl(tmp_path, capsys, case):
-    settings = CASES[case]
+    settings = dict(CASES[case])
+    tolerance = settings.pop("tolerance", 1e-6)
     theirs = trained(tmp_path / "theirs", trl.GRPOTrainer, dict(settings))
     ours = trained(tmp_path / "ours", GSPOTrainer, dict(settings))
     assert "TRL's own code" not in capsys.readouterr().out, "nothing of ours was compared"
-    assert_same(ours, theirs)
+    assert_same(ours, theirs, tolerance)
     clipped = [log["clip_ratio/region_mean"] for log in theirs.state.log_history if "clip_ratio/region_mean" in log]
-    num_updates = 4 // settings.get("gradient_accumulation_steps", 2) * settings.get("num_iterations", 1)
-    if clipped and num_updates > 1 and "temperature" not in settings:
+    if clipped and case not in ONE_UPDATE:
         assert max(clipped) > 0, "no ratio was clipped, so that clipping was not compared"

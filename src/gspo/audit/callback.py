@@ -208,6 +208,8 @@ class TRLCallback(TrainerCallback):
         self.path = Path(path) if path else Path("runs/audit") / Path(trainer.args.output_dir).absolute().name
         self.draft = from_trl(_values(trainer), "GRPOConfig")
         self.numbered = numbered
+        # Of gspo.trl.GSPOTrainer with our sampler, π_old is what the sampler computed.
+        self.proximal: str = getattr(trainer, "proximal", "recompute")
         self.clips = trainer.loss_type in CLIPPED
         self.run: RunDir | None = None  # on the main process
         self._originals: dict[str, tuple[bool, Callable[..., Any]]] = {}
@@ -322,7 +324,7 @@ class TRLCallback(TrainerCallback):
             raise ConfigError(f"{self.path} already holds a run; pass another path to gspo.audit.TRLCallback")
         self.run = RunDir(self.path)
         self.run.cut_back(self._step)
-        unknown = [] if self.trainer.use_vllm else [
+        unknown = [] if self.trainer.use_vllm or self.proximal == "rollout" else [
             "the error of the sampler's log-probs (noise/): TRL records the sampler's log-probs with vLLM only"
         ]  # fmt: skip
         write_audit(
@@ -382,9 +384,10 @@ class TRLCallback(TrainerCallback):
         low = (ratio < 1 - trainer.epsilon_low) & (advantage < 0) & mask
         high = (ratio > 1 + trainer.epsilon_high) & (advantage > 0) & mask
         noise, sampled = np.full(len(ids), np.nan), inputs.get("sampling_per_token_logps")
-        if sampled is not None and (old is not None or self._update == 0):
+        own = logp if old is None or self.proximal == "rollout" else old  # of the trainer
+        if sampled is not None and (own is not logp or self._update == 0):
             # At the weights of the start of the batch; vLLM gives NaN for a token that it could not score.
-            noise = mean(torch.nan_to_num((logp if old is None else old) - sampled))
+            noise = mean(torch.nan_to_num(own - sampled))
         reference = inputs.get("ref_per_token_logps")
         gap = torch.zeros_like(logp) if reference is None else reference - logp
         last = ids.gather(1, (whole.sum(-1, keepdim=True) - 1).clamp(min=0)).squeeze(1)  # [B]
@@ -437,7 +440,7 @@ class TRLCallback(TrainerCallback):
                 **metrics,
                 "clip/eps_low": trainer.epsilon_low if self.clips else None,
                 "clip/eps_high": trainer.epsilon_high if self.clips else None,
-                "policy/proximal": "recompute",
+                "policy/proximal": self.proximal,
                 "grad/norm": float(np.mean(norms)) if norms else None,
                 "grad/norm_max": max(norms, default=None),
                 "optimizer/lr": rates[-1] if rates else None,

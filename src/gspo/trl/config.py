@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from trl import GRPOConfig  # pyright: ignore[reportPrivateImportUsage]
-
 from gspo.algorithms import ALGORITHMS, CLIP_RANGE, GATES, Algorithm
 from gspo.errors import ConfigError
+from trl import GRPOConfig  # pyright: ignore[reportPrivateImportUsage]
 
 DEFAULTS = {each.name: each.default for each in fields(GRPOConfig)}
 CLIPPED = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")  # loss types whose ratio is clipped to 1 ± ε

@@ -50,17 +50,15 @@ class PackedModel:
         device = next(model.parameters()).device
         if self.checkpointing and torch.is_grad_enabled():
             self.policy.checkpoint_layers()  # TRL switches it off and on again around generation
-        parts = packed_parts(self.policy, items, max_tokens)
+        parts = [part for part in packed_parts(self.policy, items, max_tokens) if part.num_targets]
         places, logps, entropies = [], [], []
         for packed in parts or [filler().to(device)]:
             logp, of_tokens = model(**{PACKED: (packed, entropy or grad, grad)})  # [M] each
-            if packed.is_filler or not packed.num_targets:
-                # No trained token: zero, but every parameter has a gradient, which other processes wait for.
-                logps.append(0.0 * logp.sum()[None]), entropies.append(logps[-1])
-                continue
-            which, at = trained[packed.index.cpu()].nonzero(as_tuple=True)  # [M], in the order of the targets
-            places.append((packed.index.cpu()[which], at))
-            logps.append(logp), entropies.append(of_tokens)
+            logps.append(logp)
+            entropies.append(of_tokens)
+            if not packed.is_filler:
+                which, at = trained[packed.index.cpu()].nonzero(as_tuple=True)  # [M], in the order of the targets
+                places.append((packed.index.cpu()[which], at))
         return self._rows(places, logps, trained, device), (
             self._rows(places, entropies, trained, device) if entropy else None
         )
@@ -69,7 +67,8 @@ class PackedModel:
     def _rows(places: list[tuple[Tensor, Tensor]], values: list[Tensor], trained: Tensor, device: Any) -> Tensor:
         found = values[0].new_zeros(trained.shape)  # [B, T]
         if not places:
-            return found + sum(values)
+            # Zero, with a gradient of zero: the optimizer steps, and other processes wait for every gradient.
+            return found + 0.0 * values[0].sum()
         rows, at = (torch.cat(part).to(device) for part in zip(*places, strict=True))
         return found.index_put((rows, at), torch.cat(values))
 

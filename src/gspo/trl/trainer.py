@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import trl
 from torch import Tensor
-from trl import GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]
 
+import trl
 from gspo.audit import TRLCallback
 from gspo.errors import GspoError
 from gspo.objectives import clip_fractions, kl
@@ -27,6 +26,7 @@ from gspo.trl.internals import check_batches, check_class, check_instance, why_n
 from gspo.trl.logprobs import PackedModel, disagreement, pack_rows, probe_rows
 from gspo.trl.objective import Loss
 from gspo.types import Request, SampleId, SamplingParams
+from trl import GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]
 
 VERSION = str(trl.__version__)
 check_class(GRPOTrainer, VERSION)
@@ -68,6 +68,11 @@ class GSPOTrainer(GRPOTrainer):
         if self._reason:
             self._say(f"log-probs are computed by TRL's own code: {self._reason}")
         self._samples_here = isinstance(args, GSPOConfig) and args.sampler == "gspo" and self._can_sample()
+        # Without the first end-of-sequence tokens, the sampler's distribution is not the trainer's.
+        is_same = not (self.args.generation_kwargs or {}).get("min_new_tokens")
+        self.proximal = (
+            "rollout" if self._samples_here and is_same else "recompute"
+        )  # π_old; for the run directory, too
         folder = args.run_dir if isinstance(args, GSPOConfig) else "auto"
         if folder and folder != "none":
             path = Path(self.args.output_dir) / "gspo" if folder == "auto" else folder
@@ -200,7 +205,7 @@ class GSPOTrainer(GRPOTrainer):
                 tokens = tokens * self.args.gradient_accumulation_steps / size
                 update = [batch | {NUM_TOKENS: tokens} for batch in update]
             # TRL's own path computes row by row: there is nothing to gain from another order.
-            yield from update if size == 1 or self._reason else by_prompt(update)
+            yield from update if size == 1 or self._packed_of(self.model) is None else by_prompt(update)
 
     def _update_size(self) -> int:
         """How many consecutive micro-batches of a generation batch are in one update, and may exchange sequences."""
@@ -262,12 +267,11 @@ class GSPOTrainer(GRPOTrainer):
         num_tokens = inputs[NUM_TOKENS] if training else mask.sum()
         scale = self.current_gradient_accumulation_steps if training else 1
         found = loss(logp, inputs, mask, entropy, scale, num_tokens)
-        fractions, unit = clip_fractions(found.stats), "sequences" if found.clipped.dim() == 1 else "tokens"
-        means = {
-            "entropy": (entropy * mask).sum() / mask.sum().clamp(min=1),
-            **{f"clip_ratio/{side}_mean": fractions[f"{unit}_{side}"] for side in ("low", "high")},
-            "clip_ratio/region_mean": fractions[unit],
-        }
+        means = {"entropy": (entropy * mask).sum() / mask.sum().clamp(min=1)}
+        if "clipped_low" in found.stats:  # not of every function of the user
+            fractions, unit = clip_fractions(found.stats), "sequences" if found.clipped.dim() == 1 else "tokens"
+            means |= {f"clip_ratio/{side}_mean": fractions[f"{unit}_{side}"] for side in ("low", "high")}
+            means["clip_ratio/region_mean"] = fractions[unit]
         if (reference := inputs.get("ref_per_token_logps")) is not None:
             means["kl"] = (kl(logp.detach() * mask, reference * mask, "k3")).sum() / mask.sum().clamp(min=1)
         values = self.accelerator.reduce(torch.stack([x.detach().float() for x in means.values()]), reduction="mean")
@@ -282,7 +286,7 @@ class GSPOTrainer(GRPOTrainer):
             output = super()._generate_and_score_completions(inputs)
         finally:
             self._trained, self._skips_old = None, False
-        if self._samples_here and "sampling_per_token_logps" in output:
+        if self.proximal == "rollout":
             output["old_per_token_logps"] = output["sampling_per_token_logps"]
         return output
 
@@ -292,7 +296,7 @@ class GSPOTrainer(GRPOTrainer):
         if tool_mask is not None:
             self._trained = padded(tool_mask, completions, self.accelerator.device)
         per_generation = self.args.steps_per_generation * self.num_iterations
-        self._skips_old = self._samples_here and self.args.gradient_accumulation_steps % per_generation != 0
+        self._skips_old = self.proximal == "rollout" and self.args.gradient_accumulation_steps % per_generation != 0
         return found
 
     def _can_sample(self) -> bool:
@@ -333,12 +337,14 @@ class GSPOTrainer(GRPOTrainer):
         )
         # The key of the random numbers; a run that resumes does not repeat earlier ones.
         self._draws = max(self._draws + 1, self.state.global_step << 20)
+        self._sampler.load_weights(self._draws, None)
         self._sampler.submit(
             [Request(SampleId(self._draws, i), tuple(ids), params) for i, ids in enumerate(prompt_ids)]
         )
         done = {sample.id.sample: sample for sample in self._sampler.completed()}
         ordered = [done[i] for i in range(len(prompt_ids))]
-        return [s.tokens.tolist() for s in ordered], [s.behavior_logp.tolist() for s in ordered]
+        tokens, logprobs = [s.tokens.tolist() for s in ordered], [s.behavior_logp.tolist() for s in ordered]
+        return tokens, logprobs if self.proximal == "rollout" else None
 
 
 # -- micro-batches of TRL: dicts of tensors with one row per sequence, of numbers, and of lists

@@ -166,7 +166,7 @@ def train_compared(folder: Path) -> None:
         name = trainer_class.__name__
         trainer = make_trainer(
             folder / name, trainer_class, epsilon=2e-3, epsilon_high=3e-3, per_device_train_batch_size=2,
-            learning_rate=1e-4, beta=0.05, log_completions=False,
+            learning_rate=1e-4, log_completions=False,
         )  # fmt: skip
         trainer.train()
         if trainer.accelerator.is_main_process:

@@ -359,7 +359,7 @@ def test_the_run_directory_is_read_by_report_watch_compare_and_audit(recorded, t
 def test_our_sampler_generates_and_its_log_probs_are_pi_old(tmp_path, lora):
     settings = {**GSPO, "config_class": GSPOConfig, "sampler": "gspo", "max_steps": 4, "lora": lora,
                 "generation_kwargs": None}  # fmt: skip
-    trainer = trained(tmp_path, GSPOTrainer, settings)
+    trained(tmp_path, GSPOTrainer, settings)
     rows = read_metrics(tmp_path / "gspo")
     for row in rows:
         assert row["policy/proximal"] == "rollout"

@@ -30,7 +30,8 @@ def compare_door(w: Workload, rounds: int, say: Say) -> dict[str, Any]:
                 one = found[name][-1]
                 say(
                     f"{w.name}, round {number + 1} of {rounds}: {name} {one['step_s']:.2f} s/step, CPU "
-                    f"{one['cpu_s']:.2f} s, of which training {one['cpu_training_s']:.2f} s, peak {one['peak_bytes'] / 1e9:.2f} GB"
+                    f"{one['cpu_s']:.2f} s, of which training {one['cpu_training_s']:.2f} s, peak "
+                    f"{one['peak_bytes'] / 1e9:.2f} GB"
                 )
     medians = {name: _medians(each) for name, each in found.items()}
     return medians | {"ratios": ratios(medians)}

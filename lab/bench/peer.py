@@ -166,5 +166,6 @@ def _processor(folder: str, tokenizer: Any) -> Any:
 
 
 if __name__ == "__main__":
-    more = [int(sys.argv[3])] if len(sys.argv) > 3 else []
-    print(json.dumps(measure_trl(Workload(**json.loads(sys.argv[1])), sys.argv[2], *more, *sys.argv[4:])))
+    workload, folder, *more = sys.argv[1:]
+    device_batch, trainer_name = [*more, *["0", "trl"][len(more) :]]
+    print(json.dumps(measure_trl(Workload(**json.loads(workload)), folder, int(device_batch), trainer_name)))

@@ -301,13 +301,17 @@ def test_trls_own_path_is_taken_with_the_same_numbers_and_said_once(tmp_path, ca
         assert (mine - other).detach().abs().max() <= 1e-6
 
 
-def test_another_trl_is_an_error_that_names_the_version():
-    from gspo.trl.internals import check_batches, check_class
+@pytest.mark.parametrize("version", ["1.13.0", "1.15.0", "1.17.0", "2.0.0"])
+def test_another_trl_is_an_error_that_names_the_version(version):
+    from gspo.trl.internals import check_class
 
-    with pytest.raises(
-        ConfigError, match=r"TRL 1\.15 to 1\.16, but trl 1\.17\.0 is installed: install trl>=1\.15,<1\.17"
-    ):
-        check_class(trl.GRPOTrainer, "1.17.0")
+    words = rf"TRL 1\.14 and 1\.16, but trl {version} is installed: install trl>=1\.14,<1\.17,!=1\.15\.\*"
+    with pytest.raises(ConfigError, match=words):
+        check_class(trl.GRPOTrainer, version)
+
+
+def test_a_changed_method_is_an_error_that_names_the_version():
+    from gspo.trl.internals import check_batches, check_class
 
     class Changed(trl.GRPOTrainer):
         def _compute_loss(self, model: Any, batch: Any) -> Any: ...

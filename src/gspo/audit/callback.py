@@ -198,7 +198,7 @@ class TRLCallback(TrainerCallback):
     """Record log s, clipping and samples of a TRL run: `trainer.add_callback(TRLCallback(trainer, "runs/audit/a"))`.
 
     The path is a new run directory; a run that resumes from a checkpoint continues its own. A step is one rollout batch
-    with all its optimizer updates, as everywhere in gspo; TRL's global_step counts updates. With `numbered`, a path that
+    with all its optimizer updates, as in gspo; TRL's global_step counts updates. With `numbered`, a path that
     holds another run gets a number.
     """
 

@@ -37,9 +37,10 @@ class GSPOConfig(GRPOConfig):
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "objective_settings"]  # noqa: RUF012 - as in TRL
 
     importance_sampling_level: str = _set("sequence", "What has one ratio: sequence, token, or sequence_token.")
-    epsilon: float | None = _set(None, "Lower ε. Default: 3e-4 for sequence ratios, else TRL's.")  # pyright: ignore
+    # None until __post_init__, so that a value that is set to TRL's default is known to be set.
+    epsilon: float = _set(None, "Lower ε. Default: 3e-4 for sequence ratios, else TRL's.")
     epsilon_high: float | None = _set(None, "Upper ε. Default: 4e-4 for sequence ratios if epsilon is not set.")
-    loss_type: str | None = _set(None, "TRL's loss. Default: grpo for sequence ratios, else TRL's.")  # pyright: ignore
+    loss_type: str = _set(None, "TRL's loss. Default: grpo for sequence ratios, else TRL's.")
     objective: str | None = _set(None, "An objective of gspo in place of loss_type: a name of `gspo objectives`, or "
                                        "file.py:function.")  # fmt: skip
     objective_settings: dict[str, Any] | str | None = _set(None, "Settings of the objective.")  # noqa: RUF009
@@ -55,13 +56,20 @@ class GSPOConfig(GRPOConfig):
         self.objective = self.objective or self._implied()
         preset = ALGORITHMS.get(self.objective or ("gspo" if self.importance_sampling_level != "token" else ""))
         eps = _eps(preset) if self.objective or self.loss_type in (None, *CLIPPED) else None
+        is_token = self.importance_sampling_level == "token"
         low, high = eps or (DEFAULTS["epsilon"], DEFAULTS["epsilon_high"])
+        chosen: dict[str, Any] = {"loss_type": DEFAULTS["loss_type"] if is_token else "grpo"}
         if self.epsilon is None:
-            self.epsilon, self.epsilon_high = low, high if self.epsilon_high is None else self.epsilon_high
-        if self.loss_type is None:
-            self.loss_type = DEFAULTS["loss_type"] if self.importance_sampling_level == "token" else "grpo"
+            chosen |= {"epsilon": low, "epsilon_high": high}
+        for name, value in chosen.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
         super().__post_init__()
         self._check_objective(preset)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {} if self.objective_settings is None else dict(self.objective_settings)  # pyright: ignore
 
     def _implied(self) -> str | None:
         """The objective that other fields need."""

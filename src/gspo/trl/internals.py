@@ -10,7 +10,9 @@ from torch import nn
 from gspo.errors import ConfigError
 from gspo.system import install_command
 
-OLDEST, NEWEST = (1, 15), (1, 16)  # both are tested (tests/trl/test_versions.py)
+OLDEST, NEWEST = (1, 14), (1, 16)  # both are tested (tests/trl/test_versions.py)
+# Its GRPOTrainer needs Triton, also on a CPU, so that no numbers could be compared.
+UNTESTED = (1, 15)
 
 # The methods that GSPOTrainer overrides or calls, with the parameters that it reads.
 METHODS = {
@@ -25,24 +27,30 @@ METHODS = {
     "_generate_and_score_completions": ("self", "inputs"),
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),
 }  # fmt: skip
+# TRL 1.14 passes the rest on by position.
+OTHERWISE = {
+    "_get_per_token_logps_and_entropies": ("self", "model", "args", "batch_size", "compute_aux_loss", "kwargs")
+}
 ATTRIBUTES = ("_step", "_buffered_inputs", "_metrics", "aux_loss_enabled", "_entropy_bonus_enabled", "eos_token_ids",
               "epsilon_low", "epsilon_high", "importance_sampling_level", "temperature")  # fmt: skip
 # Of a micro-batch: tensors with one row per sequence, and the number of tokens of the generation batch.
 INPUTS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "num_items_in_batch")
 
-REMEDY = f"install trl>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
+REMEDY = f"install trl>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1},!={UNTESTED[0]}.{UNTESTED[1]}.*"
 
 
 def check_class(trainer: type[Any], version: str) -> None:
     """ConfigError for a version of TRL that is not supported, or whose methods are not those that were tested."""
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if not OLDEST <= numbers <= NEWEST:
-        raise ConfigError(f"gspo.trl is tested with TRL {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, but trl "
-                          f"{version} is installed: {REMEDY} ({install_command('trl')})")  # fmt: skip
+    if not OLDEST <= numbers <= NEWEST or numbers == UNTESTED:
+        raise ConfigError(
+            f"gspo.trl is tested with TRL {OLDEST[0]}.{OLDEST[1]} and {NEWEST[0]}.{NEWEST[1]}, but trl {version} is "
+            f"installed: {REMEDY} ({install_command('trl')})"
+        )
     for name, wanted in METHODS.items():
         method = getattr(trainer, name, None)
         found = tuple(inspect.signature(method).parameters)[: len(wanted)] if method else ()
-        if found != wanted:
+        if found not in (wanted, OTHERWISE.get(name)):
             raise ConfigError(
                 f"trl {version} has changed GRPOTrainer.{name}: it takes ({', '.join(found)}), and gspo.trl expects "
                 f"({', '.join(wanted)}, …). Results could differ, so GSPOTrainer does not run: {REMEDY}"

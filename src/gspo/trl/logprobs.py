@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gspo.learner import LOGP_TOLERANCE, Completion, PackItem, PolicyModule, filler, packed_parts, probe
 
@@ -44,7 +44,7 @@ class PackedModel:
         model.forward = forward
 
     def __call__(
-        self, model: nn.Module, items: list[PackItem], trained: Tensor, *, max_tokens: int, entropy: bool, grad: bool
+        self, model: Any, items: list[PackItem], trained: Tensor, *, max_tokens: int, entropy: bool, grad: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs and entropies, [B, T], 0 where `trained` [B, T] is False. `model` is this one, as it is wrapped."""
         device = next(model.parameters()).device

@@ -33,7 +33,7 @@ class Loss:
             self.name = find_function(args.objective)
             self.aggregation = "sequence_mean"
             names = [name for name in ("eps_clip", "eps_clip_higher") if name in own.signature_of(self.name).settings]
-        given |= dict(zip(names, eps, strict=False)) | dict(args.objective_settings or {})
+        given |= dict(zip(names, eps, strict=False)) | args.settings
         self.settings = own.merged(self.name, given) if callable(self.name) else given
         if callable(self.name):
             own.probe(self.name, self.settings)
@@ -45,7 +45,7 @@ class Loss:
     ) -> objectives.Objective:
         """`scale`: micro-batches per update; `num_tokens`: trained tokens of the update, per process."""
         old, sampled = inputs.get("old_per_token_logps"), inputs.get("sampling_per_token_logps")
-        tensors = {
+        tensors: dict[str, Any] = {
             "logp": logp,
             "proximal_logp": logp.detach() if old is None else old,
             "behavior_logp": sampled,

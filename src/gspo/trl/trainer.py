@@ -47,6 +47,8 @@ class GSPOTrainer(GRPOTrainer):
 
     _tag_names = ["trl", "gspo"]  # noqa: RUF012 - as in TRL
     _name = "GSPO"
+    args: Any  # TRL's GRPOConfig, which its base class does not declare
+    model: Any
 
     def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, *more: Any, **named: Any) -> None:
         self._said: set[str] = set()
@@ -75,7 +77,7 @@ class GSPOTrainer(GRPOTrainer):
         )  # π_old; for the run directory, too
         folder = args.run_dir if isinstance(args, GSPOConfig) else "auto"
         if folder and folder != "none":
-            path = Path(self.args.output_dir) / "gspo" if folder == "auto" else folder
+            path = Path(str(self.args.output_dir), "gspo") if folder == "auto" else folder
             self.add_callback(TRLCallback(self, path, numbered=folder == "auto"))
 
     def _say(self, line: str) -> None:
@@ -125,8 +127,8 @@ class GSPOTrainer(GRPOTrainer):
         packed = None if compute_aux_loss or any(x is not None for x in inputs.values()) else self._packed_of(model)
         if packed is None:
             return super()._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss,
-                **inputs,
+                model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size,
+                compute_entropy=compute_entropy, compute_aux_loss=compute_aux_loss, **inputs,
             )  # fmt: skip
         trained = attention_mask[:, -logits_to_keep:].bool()  # [B, T]
         if self._trained is not None and self._trained.shape == trained.shape:
@@ -164,22 +166,20 @@ class GSPOTrainer(GRPOTrainer):
                 packed = PackedModel(
                     base, checkpointing=self.args.gradient_checkpointing, temperature=self.temperature, dtype=mixed
                 )
-            ids, seen, keep = probe_rows(
-                base.config.get_text_config().vocab_size, self._tokenizer.pad_token_id, base.device
-            )
+            num_vocab, pad = base.config.get_text_config().vocab_size, self._tokenizer.pad_token_id
+            ids, seen, keep = probe_rows(num_vocab, pad, base.device)  # pyright: ignore[reportArgumentType]
             trained = seen[:, -keep:].bool().cpu()
             with torch.no_grad(), self.accelerator.autocast():
                 ours, _ = packed(
                     base, pack_rows(ids, seen, trained), trained, max_tokens=ids.numel(), entropy=False, grad=False
                 )
                 theirs, _, _ = super()._get_per_token_logps_and_entropies(base, ids, seen, keep)
-            reason = disagreement(ours, theirs, trained, mixed or base.dtype)
+            if not (reason := disagreement(ours, theirs, trained, mixed or base.dtype)):
+                return packed, ""
         except (GspoError, NotImplementedError) as problem:
             reason = str(problem)
-        if reason:
-            base.forward = original
-            return None, reason
-        return packed, ""
+        base.forward = original
+        return None, reason
 
     # -- batches
 
@@ -200,8 +200,9 @@ class GSPOTrainer(GRPOTrainer):
             update = batches[begin : begin + size]
             if self._own_loss is not None:
                 # Of the whole update: a part of it if several generation batches make one update.
-                local = sum(trained_tokens(batch).sum() for batch in update)
-                tokens = self.accelerator.gather(local).sum() / self.accelerator.num_processes
+                local = torch.stack([trained_tokens(batch).sum() for batch in update]).sum()
+                tokens: Any = self.accelerator.gather(local)
+                tokens = tokens.sum() / self.accelerator.num_processes
                 tokens = tokens * self.args.gradient_accumulation_steps / size
                 update = [batch | {NUM_TOKENS: tokens} for batch in update]
             # TRL's own path computes row by row: there is nothing to gain from another order.
@@ -274,7 +275,9 @@ class GSPOTrainer(GRPOTrainer):
             means["clip_ratio/region_mean"] = fractions[unit]
         if (reference := inputs.get("ref_per_token_logps")) is not None:
             means["kl"] = (kl(logp.detach() * mask, reference * mask, "k3")).sum() / mask.sum().clamp(min=1)
-        values = self.accelerator.reduce(torch.stack([x.detach().float() for x in means.values()]), reduction="mean")
+        values: Any = self.accelerator.reduce(
+            torch.stack([x.detach().float() for x in means.values()]), reduction="mean"
+        )
         for name, value in zip(means, values.tolist(), strict=True):
             self._metrics["train" if training else "eval"][name].append(value)
         return found.loss
@@ -331,7 +334,7 @@ class GSPOTrainer(GRPOTrainer):
                 eos_token_ids=self.eos_token_ids,
             )
         params = SamplingParams(
-            self.max_completion_length,
+            int(self.args.max_completion_length),
             min_new_tokens=(self.args.generation_kwargs or {}).get("min_new_tokens", 0),
             temperature=self.temperature,
         )

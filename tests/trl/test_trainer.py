@@ -102,6 +102,17 @@ def test_nan_and_infinity_at_masked_tokens_change_nothing(tmp_path):
     assert losses["GRPOTrainer"][1] != losses["GRPOTrainer"][1], "TRL's own loss is NaN"
 
 
+def test_trls_default_bfloat16_and_checkpointing_take_our_path(tmp_path, capsys):
+    settings = {**GSPO, "bf16": True, "gradient_checkpointing": True, "max_steps": 1}
+    first = [
+        trained(tmp_path / trainer_class.__name__, trainer_class, dict(settings)).state.log_history[0]
+        for trainer_class in (trl.GRPOTrainer, GSPOTrainer)
+    ]
+    assert "TRL's own code" not in capsys.readouterr().out
+    for name in ("loss", "grad_norm", "entropy"):
+        assert first[1][name] == pytest.approx(first[0][name], rel=0.01), name
+
+
 # -- settings
 
 

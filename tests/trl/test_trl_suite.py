@@ -23,6 +23,11 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# Their helpers may be of another version than the installed TRL.
+OTHER_VERSION = """
+import trl.import_utils
+trl.import_utils.__getattr__ = lambda name: (lambda *_: False) if name.startswith("is_") else None
+"""
 # In place of the hub's data set of the same name.
 DATA = """
 def load_dataset(name, config=None, split=None, streaming=False, **_):
@@ -81,6 +86,8 @@ def outcomes(folder: Path, ours: bool, select: str) -> dict[str, str]:
                 text = text.replace(
                     "from trl import GRPOConfig, GRPOTrainer\n", f"from trl import GRPOConfig\n{class_line}\n{DATA}\n"
                 )
+            if name == "__init__.py":
+                text += OTHER_VERSION
             (package / name).write_text(text, encoding="utf-8")
     env = os.environ | {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rA", "--tb=line", "-c", os.devnull,

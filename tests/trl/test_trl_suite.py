@@ -25,8 +25,8 @@ TEMPLATE = (
 )
 # Their helpers may be of another version than the installed TRL.
 OTHER_VERSION = """
-import trl.import_utils
-trl.import_utils.__getattr__ = lambda name: (lambda *_: False) if name.startswith("is_") else None
+import importlib
+importlib.import_module("trl.import_utils").__getattr__ = lambda name: lambda *_: False
 """
 # In place of the hub's data set of the same name.
 DATA = """
@@ -63,8 +63,10 @@ def write_models(to: Path) -> None:
     for name in (*MODELS, *CLASSIFIERS):
         torch.manual_seed(0)
         kind = re.match(r"[A-Z][a-z]+\d?", name).group().lower()
-        config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), num_key_value_heads=2, **sizes, num_labels=1,
-                                      pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)  # fmt: skip
+        ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+        config = AutoConfig.for_model(
+            kind, vocab_size=len(tokenizer), num_key_value_heads=2, **sizes, **ends, num_labels=1
+        )
         auto = AutoModelForSequenceClassification if name in CLASSIFIERS else AutoModelForCausalLM
         auto.from_config(config).save_pretrained(to / f"tiny-{name}")
         tokenizer.save_pretrained(to / f"tiny-{name}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from trl_runs import GROUP, GSPO, make_trainer, rollout, trained  # noqa: E402
 
 from gspo.cli.reports import write_report_of  # noqa: E402
 from gspo.errors import ConfigError  # noqa: E402
-from gspo.report import open_run, read_metrics, sample_steps, status_of  # noqa: E402
+from gspo.report import Watch, open_run, read_metrics, sample_steps, status_of  # noqa: E402
 from gspo.trl import GSPOConfig, GSPOTrainer  # noqa: E402
 
 pytestmark = [
@@ -187,7 +188,12 @@ def test_wrong_settings_are_named():
 
 
 @pytest.mark.parametrize(
-    "own", [{"objective": "gspo"}, {"importance_sampling_level": "sequence_token"}, {"per_turn": True}]
+    "own",
+    [
+        {"importance_sampling_level": "sequence_token"},
+        pytest.param({"objective": "gspo"}, marks=pytest.mark.full),
+        pytest.param({"per_turn": True}, marks=pytest.mark.full),
+    ],
 )
 def test_our_objectives_are_trls_where_they_are_the_same_formula(tmp_path, own):
     # One micro-batch per update: token means of TRL's metrics are those of a micro-batch.
@@ -365,12 +371,15 @@ def test_the_run_directory_is_read_by_report_watch_compare_and_audit(recorded, t
     assert len(read_metrics(folder / "gspo-2")) == 1, "a run beside the first"
     assert main(["compare", str(run), str(folder / "gspo-2")]) == 0
     assert main(["report", str(run)]) == 0
+    watch = Watch(run, lambda _: {}, 0)
+    assert b"gspo" in urllib.request.urlopen(watch.address, timeout=20).read()
+    watch.close()
 
 
 # -- our sampler
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_our_sampler_generates_and_its_log_probs_are_pi_old(tmp_path, lora):
     settings = {**GSPO, "config_class": GSPOConfig, "sampler": "gspo", "max_steps": 4, "lora": lora,
                 "generation_kwargs": None}  # fmt: skip
@@ -387,6 +396,7 @@ def test_our_sampler_generates_and_its_log_probs_are_pi_old(tmp_path, lora):
     assert len({text["completion"] for text in texts}) > 4
 
 
+@pytest.mark.full
 def test_with_a_smallest_length_pi_old_is_the_trainers(tmp_path):
     kwargs = {"generation_kwargs": {"min_new_tokens": 3}}
     settings = {"config_class": GSPOConfig, "sampler": "gspo", "max_steps": 2, **kwargs}

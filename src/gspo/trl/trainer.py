@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import Tensor
 
 import trl
@@ -47,8 +48,16 @@ class GSPOTrainer(GRPOTrainer):
 
     _tag_names = ["trl", "gspo"]  # noqa: RUF012 - as in TRL
     _name = "GSPO"
+    _paper = {"title": "Group Sequence Policy Optimization", "id": "2507.18071", "citation": ""}  # noqa: RUF012
     args: Any  # TRL's GRPOConfig, which its base class does not declare
     model: Any
+    proximal = "recompute"  # where π_old comes from
+    _reason = ""  # why log-probs are TRL's
+    _samples_here = _skips_old = False
+    _trained: Tensor | None = None  # [B, T] of the pass that runs; None: the completion's attention mask
+    _stored: tuple[Tensor, Tensor] | None = None  # log-probs that TRL's metrics are computed from
+    _sampler: LocalSampler | None = None
+    _draws = 0
 
     def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, *more: Any, **named: Any) -> None:
         self._said: set[str] = set()
@@ -57,13 +66,8 @@ class GSPOTrainer(GRPOTrainer):
             args = GSPOConfig(f"{path.split('/')[-1]}-GSPO")
         args = settled(args, self._say)
         self._packed: dict[int, PackedModel | None] = {}  # by id of the model; None: TRL's own path
-        self._trained: Tensor | None = None  # [B, T] of the pass that runs; None: the completion's attention mask
         self._own_loss = Loss(args) if isinstance(args, GSPOConfig) and args.objective else None
         self._window: list[tuple[dict[str, Any], Tensor, Tensor]] = []  # micro-batches of the update that runs
-        self._stored: tuple[Tensor, Tensor] | None = None  # log-probs that TRL's metrics are computed from
-        self._skips_old = self._samples_here = False
-        self._sampler: LocalSampler | None = None
-        self._draws = 0
         super().__init__(model, reward_funcs, args, *more, **named)
         check_instance(self, VERSION)
         self._reason = why_not(self)
@@ -72,9 +76,7 @@ class GSPOTrainer(GRPOTrainer):
         self._samples_here = isinstance(args, GSPOConfig) and args.sampler == "gspo" and self._can_sample()
         # Without the first end-of-sequence tokens, the sampler's distribution is not the trainer's.
         is_same = not (self.args.generation_kwargs or {}).get("min_new_tokens")
-        self.proximal = (
-            "rollout" if self._samples_here and is_same else "recompute"
-        )  # π_old; for the run directory, too
+        self.proximal = "rollout" if self._samples_here and is_same else "recompute"
         folder = args.run_dir if isinstance(args, GSPOConfig) else "auto"
         if folder and folder != "none":
             path = Path(str(self.args.output_dir), "gspo") if folder == "auto" else folder
@@ -82,9 +84,7 @@ class GSPOTrainer(GRPOTrainer):
 
     def _say(self, line: str) -> None:
         """Print a line once, on the main process."""
-        # The accelerator exists after TRL's constructor; before it, the environment has the rank.
-        state = getattr(self, "accelerator", None)
-        if line not in self._said and (state is None or state.is_main_process):
+        if line not in self._said and PartialState().is_main_process:
             print(f"gspo: {line}", flush=True)
         self._said.add(line)
 

@@ -1,4 +1,4 @@
-"""The laboratory of the repository: the shipped studies, benchmarks, checks of the planner, acceptance, tiny models.
+"""The laboratory of the repository: the shipped studies, benchmarks, the planner, acceptance, tiny models.
 
 `src/gspo` imports nothing of it, and no wheel contains it. Its verbs (`gspo study`, `gspo bench`, `gspo models check`)
 find it in a clone; everything else is `python -m lab.…` in the root of the repository.

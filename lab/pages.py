@@ -50,9 +50,11 @@ An unknown key, a wrong type or a value out of range is an error that names the 
 set and the nearest known name; all problems of a file are reported together. Flags under `vllm` are passed
 to its servers without a check.
 
-The value of a key comes from the first of these that sets it: you, `actor.importance_sampling_level`, `algorithm`,
-the default. If the level is not the algorithm's own, it also sets the defaults of the clip range and the aggregation,
-but not those of the advantage and the sampling. If the description of a key explains null ("null: …"), null is the
+The value of a key comes from the first of these that sets it: you, AReaL's defaults (in a file of AReaL's,
+[migrating.md](migrating.md#from-areal)), `actor.importance_sampling_level`, `algorithm`, the default. An `algorithm` on
+the command line also drops `eps_clip` and `eps_clip_higher` of a file whose ratios have the other level. If the level
+is not the algorithm's own, it also sets the defaults of the clip range and the aggregation, but not those of the
+advantage and the sampling. If the description of a key explains null ("null: …"), null is the
 same as not setting the key. The resolved config, with every key and the origin of its value, is `config.yaml` in the
 run directory and can be loaded again.
 
@@ -176,7 +178,9 @@ def migrating() -> str:
     parts = [_MIGRATING_INTRODUCTION]
     for system, title, introduction in _SYSTEMS:
         parts += [f"## {title}", introduction, *_foreign_tables(system)]
-    parts += ["## From AReaL", _FROM_AREAL, _rule_table("AReaL", areal.areal_rules())]
+    differences = ["| AReaL | here | why |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in _DIFFERENCES)]
+    parts += ["## From AReaL", _FROM_AREAL, "\n".join(differences), "Every key that differs leaves a line:"]
+    parts.append(_rule_table("AReaL", areal.areal_rules()))
     return "\n\n".join(parts) + "\n"
 
 
@@ -233,9 +237,52 @@ TRL: raise it if a reward such as `-abs(20 - len(text))` goes beyond it.""",
     ),
 )
 
-_FROM_AREAL = (
-    """Both eras load: `areal.launcher.*` (2025) and `scheduler.type` (2026). What differs leaves a line each:"""
+_FROM_AREAL = """Both eras load: `areal.launcher.*` (2025) and `scheduler.type` (2026).
+
+**AReaL's defaults come with AReaL's files.** A file with a key that only AReaL has, and without `algorithm`, trains
+what it trained there: no `reward_norm` is no normalisation, the loss is the mean over tokens (`token_mean`), a
+truncated
+completion has the reward 0 (`mask_no_eos_with_zero: reward`), a level that a norm does not name is `batch`. Each
+default is one of the first lines of the run and has the origin "AReaL's default". GSPO by its paper: set
+`algorithm: gspo` and
+remove `importance_sampling_level`, `eps_clip`, `reward_norm` and `adv_norm`; or keep the file and set
+`actor.loss_aggregation: sequence_mean`.
+
+A test compares advantages and loss with AReaL's own functions. These differences remain:"""
+
+_DIFFERENCES = (
+    (
+        "`use_decoupled_loss` without `rejection_sampling`: no weight (1.0), or π_old/μ (0.3)",
+        "π_old/μ without bounds",
+        "it is what the key says; `use_decoupled_loss: false` is that of 1.0",
+    ),
+    (
+        "`kl_ctl` with `recompute_logprob` and without `use_decoupled_loss`: KL of the recomputed π_old",
+        "KL of μ",
+        "the tokens are samples of μ, so its KL is unbiased",
+    ),
+    (
+        "a truncated completion with a critic bootstraps with the value after it",
+        "that value is 0",
+        "the episode ends there, for every completion",
+    ),
+    (
+        "truncated: as long as the longest row of its batch",
+        "the sampler stopped at `max_new_tokens`",
+        "the other rows of a batch do not change a completion",
+    ),
+    (
+        "1e-5 is added to a std; a std is around the mean that is subtracted, if that is of another level or `leave1out`",  # noqa: E501
+        "nothing is added; around its own mean",
+        "the papers' formulas; equal after a batch `adv_norm`",
+    ),
+    (
+        "mini-batches have equal numbers of tokens",
+        "equal numbers of sequences",
+        "the lengths of others do not change the mini-batch of a sequence",
+    ),
 )
+
 
 _FATES = (("mapped", "here"), ("needless", "not needed here, because"), ("unsupported", "not supported, because"))
 

@@ -2,16 +2,19 @@
 
 import ast
 import functools
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from made_runs import make_run, step_row
+from processes import HEAVY, heavy_modules_after
 
 import gspo
+from gspo.launcher import LAUNCHERS
 
 SOURCE = Path(gspo.__file__).parent
-HEAVY = ("torch", "transformers", "ray", "vllm", "pandas", "datasets")
 
 # A folder may import folders of lower floors, and neighbours on its own floor as long as no two import each other in a
 # circle. `report` reads run directories: it knows types, errors, stats and system alone.
@@ -29,7 +32,7 @@ FLOORS = {
             ("runs", "monitor"),
             ("train",),
             ("launcher", "lint", "migrate"),
-            ("doctor", "report", "studies", "audit", "planner", "trl"),
+            ("doctor", "report", "studies", "audit", "conformance", "trl"),
             ("cli",),
             ("__main__",),
         )
@@ -168,26 +171,77 @@ def long_functions(tree: ast.AST) -> list[str]:
     return found
 
 
-def test_a_function_has_fits_on_a_screen():
+def test_a_function_fits_on_a_screen():
     assert [(module, long) for module, tree, _ in modules() if (long := long_functions(tree))] == []
     body = "\n".join(["    x = 1"] * (MAX_STATEMENT_LINES + 1))
     assert long_functions(ast.parse(f'def f():\n    """One\n\n    line."""\n{body}')) == ["f"]
 
 
-def heavy_modules_after(code: str, *args: str) -> list[str]:
-    script = (
-        f"import sys\nsys.argv = ['gspo', *{list(args)!r}]\ntry:\n    exec({code!r})\nexcept SystemExit:\n    pass\n"
-        f"print('\\nHEAVY', [name for name in {HEAVY!r} if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    return ast.literal_eval(done.stdout.rpartition("HEAVY ")[2])
+@pytest.mark.run
+def test_the_probe_sees_a_heavy_import():
+    assert heavy_modules_after("import torch") == ["torch"]
+
+
+LIGHT_MODULES = (
+    "gspo", "gspo.config", "gspo.lint", "gspo.cli", "gspo.rewards.workers.supervisor", "gspo.report.read",
+    "gspo.report.summary", "gspo.report.plot", "gspo.report.terminal", "gspo.report.comparison",
+    "gspo.report.comparison_page", "gspo.doctor.explanation", "gspo.data.columns", "gspo.data.dataset",
+)  # fmt: skip
+SHIPPED = "gsm8k_gspo cluster.n_gpus_per_node=8"
+# Commands that need no model: the exit code, and what is said on stderr.
+LIGHT_COMMANDS = {
+    **dict.fromkeys(("--help", "--version", "objectives", "objectives gspo", "doctor -h", "models"), (0, "")),
+    **{f"{words} RUN/config.yaml": (0, "") for words in ("doctor --quick", "config")},
+    **{f"train {SHIPPED} --dry-run --on {on}": (0, "") for on in LAUNCHERS},
+    "report RUN": (0, ""),
+    "train gsm8k_gspo gconfig.n_samples=1": (2, "gconfig.n_samples"),
+    "eval": (2, "nothing to evaluate"),
+    "eval valid_dataset.path=a.jsonl": (2, "nothing to evaluate"),
+    "eval embedded:tiny": (2, "no problems given"),
+    "eval no/such/run": (2, "is not a run directory"),
+    "eval nosuch": (2, "no model of that name was found. Runs here: "),
+    "eval embedded:tiny --data embedded:arithmetic --greedy --samples 2": (2, "--greedy"),
+    "eval embedded:tiny --data embedded:arithmetic --samples many": (2, "eval_gconfig.n_samples"),
+}
+LIGHT = """
+import contextlib, importlib, io, json, sys
+modules, commands = map(json.loads, sys.argv[1:])
+for module in modules:
+    importlib.import_module(module)
+    print(json.dumps([name for name in HEAVY if name in sys.modules]))
+from gspo.cli.main import main
+for words in commands:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            code = main(words.split())
+        except SystemExit as ended:  # after -h
+            code = ended.code
+    print(json.dumps([code, said.getvalue(), [name for name in HEAVY if name in sys.modules]]))
+"""
+
+
+@pytest.fixture(scope="module")
+def light(tmp_path_factory):
+    """What came of each module and command, one after the other in one process: a heavy module is the first one's."""
+    folder = make_run(tmp_path_factory.mktemp("light") / "run", [step_row(1)])
+    commands = [words.replace("RUN", str(folder)) for words in LIGHT_COMMANDS]
+    words = [sys.executable, "-c", f"HEAVY = {HEAVY!r}\n{LIGHT}", json.dumps(LIGHT_MODULES), json.dumps(commands)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    return dict(zip([*LIGHT_MODULES, *LIGHT_COMMANDS], map(json.loads, done.stdout.splitlines()), strict=True))
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("module", ["gspo", "gspo.config.loading", "gspo.lint", "gspo.doctor.explanation", "gspo.cli"])
-def test_import_leaves_torch_out(module):
-    assert heavy_modules_after(f"import {module}") == []
+@pytest.mark.parametrize("module", LIGHT_MODULES)
+def test_import_leaves_torch_out(light, module):
+    assert light[module] == []
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("words", LIGHT_COMMANDS)
+def test_light_commands_leave_torch_out(light, words):
+    code, said, heavy = light[words]
+    assert (code, heavy) == (LIGHT_COMMANDS[words][0], [])
+    assert LIGHT_COMMANDS[words][1] in said
 
 
 @pytest.mark.run
@@ -201,22 +255,3 @@ except Exception as error:
     print(error)
 """
     assert heavy_modules_after(code) == []
-
-
-@pytest.mark.run
-@pytest.mark.parametrize("args", [["--help"], ["--version"], ["objectives"], ["objectives", "gspo"], ["doctor", "-h"]])
-def test_light_commands_leave_torch_out(args):
-    assert heavy_modules_after("from gspo.cli.main import main; sys.exit(main())", *args) == []
-
-
-@pytest.mark.run
-@pytest.mark.parametrize("verb", [["doctor", "--quick"], ["config"]])
-def test_config_verbs_leave_torch_out(verb, tmp_path):
-    file = tmp_path / "run.yaml"
-    file.write_text("algorithm: gspo\n")
-    assert heavy_modules_after("from gspo.cli.main import main; sys.exit(main())", *verb, str(file)) == []
-
-
-@pytest.mark.run
-def test_the_probe_sees_a_heavy_import():
-    assert heavy_modules_after("import torch") == ["torch"]

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo.planner import LEADER, Result, SamplerCost, SharedCores, TrainerCost, Work, simulate
+from lab.planning.simulation import LEADER, Result, SamplerCost, SharedCores, TrainerCost, Work, simulate
 
 ROWS = (8, 32, 96, 256)
 _PROMPT, _GROUP, _SHORT, _LONG = 16, 8, 8, 24  # tokens, samples per prompt, new tokens of the two measurements

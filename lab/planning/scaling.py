@@ -15,7 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gspo.planner import GPUS, LEADER, MODELS, PlannedJob, SerialCost, Work, best_bound, best_plan, lognormal_lengths
+from lab.planning.search import PlannedJob, best_bound, best_plan
+from lab.planning.simulation import GPUS, LEADER, MODELS, SerialCost, Work, lognormal_lengths
 from lab.planning.validate import write_section
 
 SIZES = (8, 32, 128, 512, 2048, 4096)

@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from gspo.errors import GspoError
-from gspo.planner import Work, lengths_of_run, recorded_lengths
 from gspo.sampling import registered
 from lab.bench.workloads import Workload, write_workload_model
 from lab.planning.calibrate import costs_of, predict, slowdown_of
+from lab.planning.command import lengths_of_run
+from lab.planning.simulation import Work, recorded_lengths
 from lab.planning.trial import MODELS, NUM_STEPS
 
 GOAL = 0.15

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from gspo.errors import GspoError
-from gspo.planner import Work, recorded_lengths
 from lab.planning import scaling, validate
 from lab.planning.calibrate import costs_of, predict, slowdown_of
+from lab.planning.simulation import Work, recorded_lengths
 from lab.planning.trial import MODELS
 
 SAMPLER = {"decode_s": [0.01, 0.02, 0.04, 0.1], "context_s": 1e-6, "prefill_token_s": 1e-4, "load_s": 0.01}

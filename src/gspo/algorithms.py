@@ -139,13 +139,7 @@ CORRECTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "mis": {"level": "token", "action": "mask", "metric": "ratio", "upper": 2.0},
         # The whole sequence's importance weight, the product of its token ratios, truncated.
         "seq_tis": {"level": "sequence", "action": "clamp", "metric": "ratio", "agg": "product", "upper": 2.0},
-        "icepop": {
-            "level": "token",
-            "action": "mask",
-            "metric": "ratio",
-            "lower": 0.5,
-            "upper": 5.0,
-        },
+        "icepop": {"level": "token", "action": "mask", "metric": "ratio", "lower": 0.5, "upper": 5.0},
         # Drop A < 0 where the mean of log(mu/pi) exceeds 0.05: the mean ratio pi/mu is below exp(-0.05).
         "sequence_mask": {
             "level": "sequence",
@@ -177,9 +171,9 @@ LEVEL_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """One objective.
+    """One objective. The defaults are those of GRPO.
 
     >>> ALGORITHMS["gspo"].settings["clip_high"]
     0.0004
@@ -187,10 +181,10 @@ class Algorithm:
 
     name: str
     title: str
-    level: Level
+    level: Level = "token"
     gate: str  # of GATES
-    advantage: Advantage
-    aggregation: Aggregation
+    advantage: Advantage = "group_std"
+    aggregation: Aggregation = "sequence_mean"
     settings: Mapping[str, float | None]
     formula: str
     paper: str
@@ -214,172 +208,137 @@ def _algorithm(name: str, gate: str = "clip", *, clip: tuple[float, float] | Non
     return Algorithm(name=name, gate=gate, settings=MappingProxyType(settings), **fields)
 
 
-ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
-    {
-        a.name: a
-        for a in (
-            _algorithm(
-                "gspo",
-                clip=(3e-4, 4e-4),
-                title="Group Sequence Policy Optimization",
-                level="sequence",
-                advantage="group_std",
-                aggregation="sequence_mean",
-                formula=f"J = E (1/G) Σᵢ min( sᵢ Aᵢ , clip(sᵢ, 1−ε_low, 1+ε_high) Aᵢ ),   {_SEQ_RATIO}",
-                paper="arXiv 2507.18071, eq. 5–7",
-                note="One ratio per completion, clipped and rewarded per completion.",
-            ),
-            _algorithm(
-                "gspo_token",
-                clip=(3e-4, 4e-4),
-                title="GSPO with token-level advantages",
-                level="sequence_token",
-                advantage="group_std",
-                aggregation="sequence_mean",
-                formula="J = E (1/G) Σᵢ (1/|yᵢ|) Σₜ min( sᵢₜ Aᵢₜ , clip(sᵢₜ, 1−ε_low, 1+ε_high) Aᵢₜ ),   "
-                "sᵢₜ = sg[sᵢ] · π_θ(yᵢₜ)/sg[π_θ(yᵢₜ)]",
-                paper="arXiv 2507.18071, eq. 13–17",
-                note="Equal to gspo in value, clipping and gradient where Aᵢₜ = Aᵢ.",
-            ),
-            _algorithm(
-                "grpo",
-                clip=(0.2, 0.2),
-                title="Group Relative Policy Optimization",
-                level="token",
-                advantage="group_std",
-                aggregation="sequence_mean",
-                formula=f"J = E (1/G) Σᵢ (1/|yᵢ|) Σₜ {_TOKEN_CLIP},   {_TOKEN_RATIO}",
-                paper="arXiv 2402.03300, eq. 3",
-            ),
-            _algorithm(
-                "ppo",
-                clip=(0.2, 0.2),
-                title="Proximal Policy Optimization",
-                level="token",
-                advantage="gae",
-                aggregation="token_mean",
-                formula=f"J = E (1/Σᵢ|yᵢ|) Σᵢ Σₜ {_TOKEN_CLIP.replace('Aᵢ', 'Aᵢₜ')},   {_TOKEN_RATIO},   Aᵢₜ by GAE",
-                paper="arXiv 1707.06347, eq. 7",
-                note="Needs a critic.",
-            ),
-            _algorithm(
-                "dr_grpo",
-                clip=(0.2, 0.2),
-                title="GRPO done right",
-                level="token",
-                advantage="group_mean",
-                aggregation="token_sum",
-                formula=f"J = E (1/(G·L)) Σᵢ Σₜ {_TOKEN_CLIP},   {_TOKEN_RATIO},   L = max_new_tokens",
-                paper="arXiv 2503.20783, §3",
-                note="No division by the group's std or the completion's length.",
-            ),
-            _algorithm(
-                "dapo",
-                clip=(0.2, 0.28),
-                title="Decoupled clip and dynamic sampling",
-                level="token",
-                advantage="group_std",
-                aggregation="token_mean",
-                formula=f"J = E (1/Σᵢ|yᵢ|) Σᵢ Σₜ {_TOKEN_CLIP},   {_TOKEN_RATIO}",
-                paper="arXiv 2503.14476, eq. 8",
-                note="Groups of equal rewards are resampled; overlong completions are penalised.",
-                zero_variance_groups="refill",
-                overlong_penalty=True,
-            ),
-            _algorithm(
-                "rloo",
-                clip=(0.2, 0.2),
-                title="REINFORCE leave-one-out",
-                level="token",
-                advantage="leave_one_out",
-                aggregation="sequence_mean",
-                formula=f"J = E (1/G) Σᵢ (1/|yᵢ|) Σₜ {_TOKEN_CLIP},   {_TOKEN_RATIO},   Aᵢ = rᵢ − mean of the others",
-                paper="arXiv 2402.14740, eq. 7",
-            ),
-            _algorithm(
-                "reinforce_pp",
-                clip=(0.2, 0.2),
-                title="REINFORCE++",
-                level="token",
-                advantage="batch",
-                aggregation="token_mean",
-                formula=f"J = E (1/Σᵢ|yᵢ|) Σᵢ Σₜ {_TOKEN_CLIP},   {_TOKEN_RATIO},   Aᵢ normalised over the batch",
-                paper="arXiv 2501.03262",
-            ),
-            _algorithm(
-                "luspo",
-                clip=(2e-3, 2.5e-3),
-                title="Length-unbiased sequence policy optimization",
-                level="sequence",
-                advantage="group_std",
-                aggregation="sequence_sum",
-                formula=f"J = E (1/G) Σᵢ |yᵢ| · min( sᵢ Aᵢ , clip(sᵢ, 1−ε_low, 1+ε_high) Aᵢ ),   {_SEQ_RATIO}",
-                paper="arXiv 2602.05261",
-                note="GSPO without the 1/|y| in the gradient.",
-                minibatches=8,
-            ),
-            _algorithm(
-                "gmpo",
-                "gmpo",
-                title="Geometric-mean policy optimization",
-                level="sequence",
-                advantage="group_std",
-                aggregation="sequence_mean",
-                formula="J = E (1/G) Σᵢ Aᵢ exp( (1/|yᵢ|) Σₜ dᵢₜ ),   dᵢₜ = min(log wᵢₜ, c_high) for A > 0, "
-                "max(log wᵢₜ, −c_low) for A < 0",
-                paper="arXiv 2507.20673, eq. 3",
-                note="Each token's log-ratio is bounded on the side the sign of A allows.",
-            ),
-            _algorithm(
-                "cispo",
-                "cispo",
-                title="Clipped importance-sampling policy optimization",
-                level="token",
-                advantage="group_std",
-                aggregation="token_mean",
-                formula=f"J = E (1/Σᵢ|yᵢ|) Σᵢ Σₜ sg[min(wᵢₜ, w_max)] Aᵢ log π_θ(yᵢₜ),   {_TOKEN_RATIO}",
-                paper="arXiv 2506.13585, eq. 4",
-                note="The weight is bounded, no token loses its gradient.",
-            ),
-            _algorithm(
-                "sapo",
-                "sapo",
-                title="Soft adaptive policy optimization",
-                level="token",
-                advantage="group_std",
-                aggregation="sequence_mean",
-                formula=f"J = E (1/G) Σᵢ (1/|yᵢ|) Σₜ (4/τ) σ(τ(wᵢₜ−1)) Aᵢ,   {_TOKEN_RATIO},   "
-                "τ = τ_pos for A > 0, else τ_neg",
-                paper="arXiv 2511.20347",
-            ),
-            _algorithm(
-                "distill",
-                clip=(0.2, 0.2),
-                title="On-policy distillation",
-                level="token",
-                advantage="teacher",
-                aggregation="token_mean",
-                formula=f"J = E (1/Σᵢ|yᵢ|) Σᵢ Σₜ {_TOKEN_CLIP.replace('Aᵢ', 'Aᵢₜ')},   {_TOKEN_RATIO},   "
-                "Aᵢₜ = log π_teacher(yᵢₜ) − log π_old(yᵢₜ)",
-                paper="arXiv 2306.13649",
-                note="The student samples, a teacher scores its tokens. Needs teacher.path (docs/sft.md).",
-            ),
-            _algorithm(
-                "sft",
-                "log",
-                title="Supervised fine-tuning",
-                level="token",
-                advantage="one",
-                aggregation="token_mean",
-                formula="J = E (1/Σᵢ|yᵢ|) Σᵢ Σₜ log π_θ(yᵢₜ),   yᵢ from the data set",
-                paper="maximum likelihood",
-                note="No sampling, no reward; a batch is rows of the data set (docs/sft.md).",
-                minibatches=1,
-                supervised=True,
-            ),
-        )
-    }
+_TABLE = (
+    _algorithm(
+        "gspo",
+        clip=(3e-4, 4e-4),
+        title="Group Sequence Policy Optimization",
+        level="sequence",
+        formula=f"J = E (1/G) Σᵢ min( sᵢ Aᵢ , clip(sᵢ, 1−ε_low, 1+ε_high) Aᵢ ),   {_SEQ_RATIO}",
+        paper="arXiv 2507.18071, eq. 5–7",
+        note="One ratio per completion, clipped and rewarded per completion.",
+    ),
+    _algorithm(
+        "gspo_token",
+        clip=(3e-4, 4e-4),
+        title="GSPO with token-level advantages",
+        level="sequence_token",
+        formula="J = E (1/G) Σᵢ (1/|yᵢ|) Σₜ min( sᵢₜ Aᵢₜ , clip(sᵢₜ, 1−ε_low, 1+ε_high) Aᵢₜ ),   "
+        "sᵢₜ = sg[sᵢ] · π_θ(yᵢₜ)/sg[π_θ(yᵢₜ)]",
+        paper="arXiv 2507.18071, eq. 13–17",
+        note="Equal to gspo in value, clipping and gradient where Aᵢₜ = Aᵢ.",
+    ),
+    _algorithm(
+        "grpo",
+        title="Group Relative Policy Optimization",
+        formula=f"J = E (1/G) Σᵢ (1/|yᵢ|) Σₜ {_TOKEN_CLIP},   {_TOKEN_RATIO}",
+        paper="arXiv 2402.03300, eq. 3",
+    ),
+    _algorithm(
+        "ppo",
+        title="Proximal Policy Optimization",
+        advantage="gae",
+        aggregation="token_mean",
+        formula=f"J = E (1/Σᵢ|yᵢ|) Σᵢ Σₜ {_TOKEN_CLIP.replace('Aᵢ', 'Aᵢₜ')},   {_TOKEN_RATIO},   Aᵢₜ by GAE",
+        paper="arXiv 1707.06347, eq. 7",
+        note="Needs a critic.",
+    ),
+    _algorithm(
+        "dr_grpo",
+        title="GRPO done right",
+        advantage="group_mean",
+        aggregation="token_sum",
+        formula=f"J = E (1/(G·L)) Σᵢ Σₜ {_TOKEN_CLIP},   {_TOKEN_RATIO},   L = max_new_tokens",
+        paper="arXiv 2503.20783, §3",
+        note="No division by the group's std or the completion's length.",
+    ),
+    _algorithm(
+        "dapo",
+        clip=(0.2, 0.28),
+        title="Decoupled clip and dynamic sampling",
+        aggregation="token_mean",
+        formula=f"J = E (1/Σᵢ|yᵢ|) Σᵢ Σₜ {_TOKEN_CLIP},   {_TOKEN_RATIO}",
+        paper="arXiv 2503.14476, eq. 8",
+        note="Groups of equal rewards are resampled; overlong completions are penalised.",
+        zero_variance_groups="refill",
+        overlong_penalty=True,
+    ),
+    _algorithm(
+        "rloo",
+        title="REINFORCE leave-one-out",
+        advantage="leave_one_out",
+        formula=f"J = E (1/G) Σᵢ (1/|yᵢ|) Σₜ {_TOKEN_CLIP},   {_TOKEN_RATIO},   Aᵢ = rᵢ − mean of the others",
+        paper="arXiv 2402.14740, eq. 7",
+    ),
+    _algorithm(
+        "reinforce_pp",
+        title="REINFORCE++",
+        advantage="batch",
+        aggregation="token_mean",
+        formula=f"J = E (1/Σᵢ|yᵢ|) Σᵢ Σₜ {_TOKEN_CLIP},   {_TOKEN_RATIO},   Aᵢ normalised over the batch",
+        paper="arXiv 2501.03262",
+    ),
+    _algorithm(
+        "luspo",
+        clip=(2e-3, 2.5e-3),
+        title="Length-unbiased sequence policy optimization",
+        level="sequence",
+        aggregation="sequence_sum",
+        formula=f"J = E (1/G) Σᵢ |yᵢ| · min( sᵢ Aᵢ , clip(sᵢ, 1−ε_low, 1+ε_high) Aᵢ ),   {_SEQ_RATIO}",
+        paper="arXiv 2602.05261",
+        note="GSPO without the 1/|y| in the gradient.",
+        minibatches=8,
+    ),
+    _algorithm(
+        "gmpo",
+        "gmpo",
+        title="Geometric-mean policy optimization",
+        level="sequence",
+        formula="J = E (1/G) Σᵢ Aᵢ exp( (1/|yᵢ|) Σₜ dᵢₜ ),   dᵢₜ = min(log wᵢₜ, c_high) for A > 0, "
+        "max(log wᵢₜ, −c_low) for A < 0",
+        paper="arXiv 2507.20673, eq. 3",
+        note="Each token's log-ratio is bounded on the side the sign of A allows.",
+    ),
+    _algorithm(
+        "cispo",
+        "cispo",
+        title="Clipped importance-sampling policy optimization",
+        aggregation="token_mean",
+        formula=f"J = E (1/Σᵢ|yᵢ|) Σᵢ Σₜ sg[min(wᵢₜ, w_max)] Aᵢ log π_θ(yᵢₜ),   {_TOKEN_RATIO}",
+        paper="arXiv 2506.13585, eq. 4",
+        note="The weight is bounded, no token loses its gradient.",
+    ),
+    _algorithm(
+        "sapo",
+        "sapo",
+        title="Soft adaptive policy optimization",
+        formula=f"J = E (1/G) Σᵢ (1/|yᵢ|) Σₜ (4/τ) σ(τ(wᵢₜ−1)) Aᵢ,   {_TOKEN_RATIO},   τ = τ_pos for A > 0, else τ_neg",
+        paper="arXiv 2511.20347",
+    ),
+    _algorithm(
+        "distill",
+        title="On-policy distillation",
+        advantage="teacher",
+        aggregation="token_mean",
+        formula=f"J = E (1/Σᵢ|yᵢ|) Σᵢ Σₜ {_TOKEN_CLIP.replace('Aᵢ', 'Aᵢₜ')},   {_TOKEN_RATIO},   "
+        "Aᵢₜ = log π_teacher(yᵢₜ) − log π_old(yᵢₜ)",
+        paper="arXiv 2306.13649",
+        note="The student samples, a teacher scores its tokens. Needs teacher.path (docs/sft.md).",
+    ),
+    _algorithm(
+        "sft",
+        "log",
+        title="Supervised fine-tuning",
+        advantage="one",
+        aggregation="token_mean",
+        formula="J = E (1/Σᵢ|yᵢ|) Σᵢ Σₜ log π_θ(yᵢₜ),   yᵢ from the data set",
+        paper="maximum likelihood",
+        note="No sampling, no reward; a batch is rows of the data set (docs/sft.md).",
+        minibatches=1,
+        supervised=True,
+    ),
 )
+ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType({algorithm.name: algorithm for algorithm in _TABLE})
 
 
 def is_function(name: str | None) -> bool:

@@ -234,20 +234,17 @@ class Diagnosis:
 
     def _conditions(self, row: Row) -> dict[str, tuple[bool, int, str, str]]:
         """By finding: whether its condition holds in this step, after how many it is told, the change, the text."""
+        return {**self._of_clipping(row), **self._of_rewards(row)}
+
+    def _of_clipping(self, row: Row) -> dict[str, tuple[bool, int, str, str]]:
         clipped = (row.get("clip/sequences_low") or 0.0) + (row.get("clip/sequences_high") or 0.0)
         seen, clips = row.get("ratio/log_s_std") is not None, row.get("clip/eps_low") is not None
         age, uses_sampler = row.get("staleness/max") or 0, row.get("policy/proximal") == "rollout"
-        entropy, mean = row.get("policy/entropy"), row.get("reward/mean")  # 0.0 is a value, so no `or` here
         noise = (row.get("noise/log_s_p95_abs") or 0.0) if uses_sampler else 0.0
         whole, auto = ("sequence", ", or actor.eps_clip=auto") if self._by_sequence else ("token", "")
         many = clipped if self._by_sequence else row.get("clip/tokens") or 0.0
         # Without a clip range ε is infinite, and no noise is above it.
         eps = min(row.get("clip/eps_low") or math.inf, row.get("clip/eps_high") or math.inf)
-        equal = row.get("reward/zero_variance_groups") == 1.0
-        cut_off = "; most completions are cut off: set gconfig.max_new_tokens higher" * (
-            (row.get("length/truncated") or 0) > 0.9
-        )
-        is_zero, is_solved = equal and mean == 0.0, equal and mean is not None and mean >= 1.0
         return {
             "noise above the clip range": (
                 noise > eps and not self._noise_is_forced,
@@ -260,15 +257,14 @@ class Diagnosis:
                 clips and self._num_updates > 1 and seen and clipped == 0 and row.get("clip/sequences_low") is not None,
                 PATIENCE,
                 "actor.eps_clip lower",
-                f"no {whole} was clipped" + " for {n} steps: the clip range is wider than the policy's drift; "
+                f"no {whole} was clipped for {{n}} steps: the clip range is wider than the policy's drift; "
                 f"set actor.eps_clip lower{auto}",
             ),
             "most clipped": (
                 clips and many > 0.5,
                 MOST_CLIPPED,
                 "actor.use_decoupled_loss: true" if age and uses_sampler else "actor.eps_clip higher",
-                f"more than half of the {whole}s were clipped"
-                + " for {n} steps: "
+                f"more than half of the {whole}s were clipped for {{n}} steps: "
                 + self._why_most(age, uses_sampler, auto),
             ),
             "ratio stuck at 1": (
@@ -278,16 +274,23 @@ class Diagnosis:
                 "every ratio was exactly 1 for {n} steps: π_old is the policy that is being trained, or no weight "
                 "changes (actor.optimizer.lr 0?)",
             ),
+        }
+
+    def _of_rewards(self, row: Row) -> dict[str, tuple[bool, int, str, str]]:
+        entropy, mean = row.get("policy/entropy"), row.get("reward/mean")  # 0.0 is a value, so no `or` here
+        equal = row.get("reward/zero_variance_groups") == 1.0
+        is_zero, is_solved = equal and mean == 0.0, equal and mean is not None and mean >= 1.0
+        change, why = "", "the problems are too hard, or the reward does not match the completions; look with `gspo "
+        why += "preview` and `gspo doctor --reward`"
+        if (row.get("length/truncated") or 0.0) > 0.9:
+            change = "gconfig.max_new_tokens higher"
+            why = f"most completions are cut off; set {change}"
+        return {
             "every reward is 0": (
                 is_zero,
                 TOTAL,
-                "gconfig.max_new_tokens higher" if cut_off else "",
-                "every reward was 0 for {n} steps, so nothing is learnt"
-                + (
-                    cut_off
-                    or ": the problems are too hard, or the reward does not match the completions; look with `gspo "
-                    "preview` and `gspo doctor --reward`"
-                ),
+                change,
+                "every reward was 0 for {n} steps, so nothing is learnt: " + why,
             ),
             "everything is solved": (
                 is_solved,

@@ -99,7 +99,9 @@ def test_ctrl_c_saves_says_how_to_go_on_and_the_same_command_does(tmp_path):
     said, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     step = read_metrics(run)[-1]["step"]
+    assert "SIGINT: saving after this step" in said
     assert f"Stopped and saved after step {step}." in said
+    assert "Traceback" not in errors
     assert f"resume             gspo train {QUICKSTART}" in said
     assert (run / "checkpoints" / f"step_{step:06d}" / "manifest.json").is_file()
     resumed = gspo(*args, f"total_train_steps={step + 1}")
@@ -145,27 +147,6 @@ def test_eval_takes_a_model_and_other_data(trained, tmp_path, capsys):
     out = tmp_path / "result.json"
     assert cli.main(["eval", "embedded:tiny", *args, "--out", str(out)]) == 0
     assert [len(problem["samples"]) for problem in json.loads(out.read_text())["problems"]] == [1] * 8
-
-
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        ([], "nothing to evaluate"),
-        (["valid_dataset.path=a.jsonl"], "nothing to evaluate"),
-        (["embedded:tiny"], "no problems given"),
-        (["no/such/run"], "is not a run directory"),
-        (["nosuch"], "no model of that name was found. Runs here: "),
-        (["embedded:tiny", "--data", "embedded:arithmetic", "--greedy", "--samples", "2"], "--greedy"),
-        (["embedded:tiny", "--data", "embedded:arithmetic", "--samples", "many"], "eval_gconfig.n_samples"),
-    ],
-)
-def test_eval_says_what_it_misses_before_it_imports_torch(args, said):
-    code = "import sys; from gspo.cli.main import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "eval", *args], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.stdout.split() == ["2", "False"]
-    assert said in done.stderr
 
 
 @pytest.mark.parametrize("verb", ["eval", "export"])
@@ -318,7 +299,7 @@ def test_a_run_that_its_learning_rate_destroyed_is_not_offered_for_export_and_ge
     assert rewards[0] > 0.1
     assert rewards[-1] == 0  # the fault happened
     tail = done.stdout[done.stdout.index("Finished.") :]
-    assert "ended below half of its best" in tail
+    assert "Set actor.optimizer.lr lower." in tail
     assert "gspo export" not in tail
     boot = re.search(r'class="boot">(.*?)</script>', (run / "report.html").read_text(), re.DOTALL)
     shown = json.loads(boot[1])["overview"]

@@ -120,3 +120,32 @@ def test_an_entry_of_a_list_names_the_list(tmp_path):
     for word in ("reward.functions.0.url=x", "reward.functions[0]=x"):
         with pytest.raises(ConfigError, match=r"set the whole list, 'reward.functions=\[…\]'"):
             load(None, [word])
+
+
+def test_an_algorithm_of_another_level_on_the_command_line_drops_the_eps_of_the_file():
+    result = load("examples/quickstart.yaml", ["algorithm=grpo"])
+    assert (result.config.actor.eps_clip, result.config.actor.eps_clip_higher) == (0.2, 0.2)
+    assert str(result.origin("actor.eps_clip")) == "algorithm grpo"
+    dropped = [line for line in result.messages if "is dropped" in line]
+    assert [line.split(": ")[1].split(" is")[0] for line in dropped] == [
+        "actor.eps_clip 0.002", "actor.eps_clip_higher 0.0025",
+    ]  # fmt: skip
+    assert "a range of sequence ratios, and algorithm=grpo has token ratios" in dropped[0]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm=gspo_token"],  # the same level
+        ["algorithm=luspo"],
+        ["algorithm=grpo", "actor.importance_sampling_level=sequence"],
+        ["actor.importance_sampling_level=sequence"],
+    ],
+)
+def test_an_eps_of_the_same_level_stays(overrides):
+    assert load("examples/quickstart.yaml", overrides).config.actor.eps_clip == 2e-3
+
+
+def test_an_eps_on_the_command_line_stays_with_any_algorithm():
+    result = load("examples/quickstart.yaml", ["algorithm=grpo", "actor.eps_clip=1e-3"])
+    assert (result.config.actor.eps_clip, result.config.actor.eps_clip_higher) == (1e-3, 1e-3)

@@ -253,7 +253,7 @@ def test_an_impossible_correction_is_refused(overrides, word):
         ("{mean_level: group, std_level: group}", "group_std"),
         ("{mean_level: group}", "group_mean"),
         ("{mean_level: leave1out}", "leave_one_out"),
-        ("{mean_level: batch, std_level: batch}", "batch"),
+        ("{mean_level: batch, std_level: batch}", "reward_norm"),
         ("{mean_level: group, std_level: batch}", "reward_norm"),
     ],
 )

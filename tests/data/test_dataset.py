@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from tokenizers import processors
+from word_tokenizers import tokenizer_of
 
 from gspo.data.columns import order
 from gspo.data.dataset import load_dataset, make_dataset
@@ -32,12 +32,9 @@ ROWS = [{"question": f"{i}+{i}=", "answer": str(2 * i), "level": i % 3} for i in
 @pytest.fixture(scope="module")
 def tokenizer():
     characters = [chr(c) for c in range(32, 127)] + ["\n", "[bos]"]
-    raw = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="?"))
-    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    raw.post_processor = processors.TemplateProcessing(
-        single="[bos] $A", special_tokens=[("[bos]", len(characters) - 1)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="[bos]")
+    ids = [("[bos]", len(characters) - 1)]
+    begin = processors.TemplateProcessing(single="[bos] $A", special_tokens=ids)
+    return tokenizer_of(characters, "?", lambda inner: setattr(inner, "post_processor", begin), bos_token="[bos]")
 
 
 @pytest.fixture
@@ -454,12 +451,6 @@ def test_order_is_the_same_in_another_process():
 def test_the_held_out_share_is_what_was_asked_and_spaces_do_not_matter():
     assert 380 < sum(in_held_out(f"problem {i}", 0.2) for i in range(2000)) < 420
     assert all(in_held_out(f"a  b {i}\n", 0.2) == in_held_out(f"a b {i}", 0.2) for i in range(50))
-
-
-@pytest.mark.run
-def test_tasks_load_without_torch():
-    code = "import sys, gspo.data.dataset, gspo.data.columns; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 # Column mapping, templates and what the user is told

@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from word_tokenizers import tokenizer_of
 
 from gspo.data.dataset import make_dataset
 from gspo.errors import DataError
@@ -35,11 +34,7 @@ TALK = [
 @pytest.fixture(scope="module")
 def tokenizer():
     characters = [chr(c) for c in range(32, 127)] + ["\n", "[eos]"]
-    raw = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="?"))
-    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    made = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="[eos]")
-    made.add_special_tokens({"additional_special_tokens": ["~"]})
-    return made
+    return tokenizer_of(characters, "?", eos_token="[eos]", additional_special_tokens=["~"])
 
 
 def text_of(tokenizer, tokens):

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 import vision_zoo
 
 from gspo.cli import main as cli
@@ -106,16 +105,10 @@ def test_a_model_without_tokens_for_the_prompts_is_named(tmp_path):
 
 
 def test_images_that_a_part_of_the_run_cannot_take_are_found(tmp_path):
-    vision_zoo.write_folder("qwen3_vl", tmp_path / "model")
-    vision_zoo.model("qwen3_vl", torch.float32).save_pretrained(tmp_path / "model")
-    lines = []
-    for number in range(4):
-        vision_zoo.image(16, 16, number).open().save(tmp_path / f"{number}.png")
-        lines.append(json.dumps({"prompt": "what?", "image": f"{number}.png", "answer": "7"}))
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    data = [f"train_dataset.path={tmp_path / 'rows.jsonl'}", "train_dataset.size=null", "gconfig.max_new_tokens=4"]
-    data += ["train_dataset.split=all", f"valid_dataset.path={tmp_path / 'rows.jsonl'}", "valid_dataset.split=all"]
-    run = [f"actor.path={tmp_path / 'model'}", *data]
+    rows = vision_zoo.shown_rows(tmp_path, 4)
+    data = [f"train_dataset.path={rows}", "train_dataset.size=null", "gconfig.max_new_tokens=4"]
+    data += ["train_dataset.split=all", f"valid_dataset.path={rows}", "valid_dataset.split=all"]
+    run = [f"actor.path={vision_zoo.model_folder(tmp_path / 'model')}", *data]
     assert "data" not in failed(*run)
     assert "several trainer ranks take text alone" in failed(*run, "actor.backend=fsdp:d2")["data"]
     assert "row 0: the prompt shows an image, and the model takes text alone" in failed(*data)["data"]

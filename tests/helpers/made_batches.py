@@ -5,7 +5,7 @@ import numpy as np
 import torch
 
 from gspo.learner import Shaping, batch_with_advantages
-from gspo.types import Failure, Group, Prompt, Sample, SampleId, Score
+from gspo.types import Failure, Group, Prompt, Request, Sample, SampleId, Score
 
 FAILED = Failure("crash", "made to fail")
 
@@ -27,6 +27,16 @@ def make_group(submission, rewards, lengths=None, *, holes=None, prompt=(1, 2, 3
         samples.append(make_sample(submission, number, tokens, mask=mask, finish=finish))
     outcomes = tuple(r if isinstance(r, Failure) else Score(float(r), {"part": float(r)}) for r in rewards)
     return Group(submission, Prompt(tuple(prompt), "?"), tuple(samples), ("",) * len(samples), outcomes)
+
+
+def sampled_groups(sampler, prompts, params, reward):
+    """Four samples of every prompt, sampled as a run would; `reward` is a function of (group, number)."""
+    for g, prompt in enumerate(prompts):
+        sampler.submit([Request(SampleId(g, i), prompt.tokens, params, origin=prompt) for i in range(4)])
+    got = {sample.id: sample for sample in sampler.completed()}
+    samples = [tuple(got[SampleId(g, i)] for i in range(4)) for g in range(len(prompts))]
+    scores = [tuple(Score(float(reward(g, i))) for i in range(4)) for g in range(len(prompts))]
+    return [Group(g, prompt, samples[g], ("",) * 4, scores[g]) for g, prompt in enumerate(prompts)]
 
 
 def make_batch(groups, num_minibatches=1, *, norm="group_std", shaping=None, **settings):

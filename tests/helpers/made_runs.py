@@ -3,6 +3,15 @@
 import json
 
 
+def strict(text: str):
+    """What is written, if it is JSON in the strict sense."""
+
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
 def step_row(step: int, **changes) -> dict:
     """A row as the loop writes it."""
     row = {

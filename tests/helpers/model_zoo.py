@@ -58,3 +58,12 @@ def build(name: str, dtype: torch.dtype = torch.float64, **changes: object) -> t
         return tf.AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
         ).eval()
+
+
+TOKENS = torch.arange(24).reshape(2, 12) % VOCAB
+
+
+def gradients(model: tf.PreTrainedModel) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(input_ids=TOKENS).logits.square().mean().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]

@@ -1,10 +1,23 @@
-"""What tests ask of processes: whether one lives, when something has happened, what becomes of a full disk."""
+"""What tests ask of processes: whether one lives, when something has happened, what it imports; and a full disk."""
 
+import ast
 import contextlib
 import resource
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+HEAVY = ("torch", "transformers", "ray", "vllm", "pandas", "datasets", "matplotlib")
+
+
+def heavy_modules_after(code: str) -> list[str]:
+    """Which slow packages a process has imported that ran this code."""
+    code += f"\nimport sys\nprint('\\nHEAVY', [name for name in {HEAVY!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return ast.literal_eval(done.stdout.rpartition("HEAVY ")[2])
 
 
 def is_alive(pid: int) -> bool:

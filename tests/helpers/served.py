@@ -77,6 +77,12 @@ class House:
         client.said = said
         return client
 
+    def trained(self, model, count=1, version=0, **kwargs):
+        """A client that has published the model's weights and compares the servers' log-probs with its own."""
+        client = self.client(count, reference=model, **kwargs)
+        client.load_weights(version, model.named_parameters())
+        return client
+
     def close(self):
         self.stack.close()
 

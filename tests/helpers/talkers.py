@@ -2,7 +2,8 @@
 
 import torch
 import transformers as tf
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import decoders
+from word_tokenizers import tokenizer_of
 
 from gspo.envs import Chat
 from gspo.sampling import LocalSampler
@@ -21,15 +22,10 @@ CHARACTERS = [chr(i) for i in range(32, 127)] + ["\n", "é"]
 
 def tokenizer(template=CHATML):
     words = ["<pad>", START, END, *CHARACTERS]
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
-    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    inner.decoder = decoders.Fuse()
-    made = tf.PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", eos_token=END, additional_special_tokens=[START, END],
-        clean_up_tokenization_spaces=False,
+    return tokenizer_of(
+        words, change=lambda inner: setattr(inner, "decoder", decoders.Fuse()), pad_token="<pad>", eos_token=END,
+        additional_special_tokens=[START, END], clean_up_tokenization_spaces=False, chat_template=template,
     )  # fmt: skip
-    made.chat_template = template
-    return made
 
 
 def chat(template=CHATML):

@@ -9,6 +9,10 @@ VOCAB = 32
 GROUP = 4
 UPDATES = 20
 GSPO = {"epsilon": 2e-3, "epsilon_high": 3e-3}  # reached by some sequences at a learning rate of 1e-4
+PLAIN = {
+    "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "save_strategy": "no", "report_to": "none",
+    "disable_tqdm": True,
+}  # fmt: skip
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -18,6 +22,35 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 def text_reward(text: str) -> float:
     return sum((int(word[1:]) * (at + 1)) % 17 for at, word in enumerate(text.split())) / 100
+
+
+def tiny_model() -> Any:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCAB,
+            **sizes,
+            num_key_value_heads=1,
+            head_dim=8,
+            tie_word_embeddings=False,
+            # Weights of the usual 0.02 would give a nearly uniform policy, whose log-probs say little.
+            initializer_range=0.3,
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=2,
+        )
+    )
+
+
+def tiny_tokenizer(**settings: Any) -> Any:
+    from word_tokenizers import tokenizer_of
+
+    words = ["<bos>", "<eos>", "<pad>", *(f"w{i}" for i in range(3, VOCAB))]
+    return tokenizer_of(words, "<pad>", bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", **settings)
 
 
 def make_trainer(
@@ -32,62 +65,38 @@ def make_trainer(
     `more`: further arguments of the trainer, TRL's by default.
     """
     import torch
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
     import trl
+    from datasets import Dataset
+    from transformers import Qwen3ForCausalLM
 
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCAB,
-            **sizes,
-            num_key_value_heads=1,
-            head_dim=8,
-            tie_word_embeddings=False,
-            initializer_range=0.3,
-            bos_token_id=0,
-            eos_token_id=1,
-            pad_token_id=2,
-        )
-    )
+    model = tiny_model()
     if settings.get("beta"):  # TRL loads its reference from the policy's path
         model.save_pretrained(folder / "model")
         model = Qwen3ForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    words = {"<bos>": 0, "<eos>": 1, "<pad>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    args = {
-        "output_dir": str(folder),
-        "importance_sampling_level": "sequence",
-        "loss_type": "grpo",
-        "epsilon": 0.2,
-        "beta": 0.0,
-        "num_generations": GROUP,
-        "generation_batch_size": 4 * GROUP,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "max_completion_length": 12,
-        "generation_kwargs": {"suppress_tokens": [0, 2]},  # <bos> and <pad>, which no text shows
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "max_steps": 6,
-        "logging_steps": 1,
-        "log_completions": True,
-        "num_completions_to_print": 0,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    } | settings
-    processing_class = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", padding_side="left"
+    args = (
+        {
+            "output_dir": str(folder),
+            "importance_sampling_level": "sequence",
+            "loss_type": "grpo",
+            "epsilon": 0.2,
+            "beta": 0.0,
+            "num_generations": GROUP,
+            "generation_batch_size": 4 * GROUP,
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "max_completion_length": 12,
+            "generation_kwargs": {"suppress_tokens": [0, 2]},  # <bos> and <pad>, which no text shows
+            "learning_rate": 1e-3,
+            "lr_scheduler_type": "constant",
+            "max_steps": 6,
+            "logging_steps": 1,
+            "log_completions": True,
+            "num_completions_to_print": 0,
+        }
+        | PLAIN
+        | settings
     )
-    given = {"model": model, "reward_funcs": reward, "processing_class": processing_class}
+    given = {"model": model, "reward_funcs": reward, "processing_class": tiny_tokenizer(padding_side="left")}
     # Prompts of 2 to 5 tokens.
     prompts = [" ".join(["w4", *[f"w{3 + i}"] * (1 + i % 4)]) for i in range(16)]
     data = Dataset.from_list([{"prompt": prompt, "answer": f"a{i}"} for i, prompt in enumerate(prompts)])

@@ -28,7 +28,8 @@ class Lookalike(ThreadingHTTPServer):
     def __init__(self, model, meddle=None, pace_s=0.0, stale=()):
         self.model, self.meddle, self.pace_s, self.stale = model, meddle, pace_s, tuple(stale)
         self.calls, self.made, self.results = [], 0, {}
-        self.routes = {}  # further ones, by path
+        self.routes = {}  # others, or instead of its own: by path, a function of the body
+        self.heard = []  # (path, key, body)
         self.epoch = 0  # raised by /pause: whoever writes then stops
         self.paused = False
         self.lock = threading.Lock()
@@ -118,8 +119,11 @@ class _Handler(BaseHTTPRequestHandler):
         text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         body, server, path = json.loads(text) if text else {}, self.server, urlsplit(self.path).path
         server.calls.append(path)
+        server.heard.append((path, self.headers.get("Authorization"), body))
         status, said = 200, {}
-        if path == "/v1/completions":
+        if path in server.routes:
+            status, said = server.routes[path](body)
+        elif path == "/v1/completions":
             said = server.complete(body)
             if server.meddle is not None and body.get("return_token_ids") and body.get("top_k") != 1:
                 said = server.meddle(body, said)
@@ -131,8 +135,6 @@ class _Handler(BaseHTTPRequestHandler):
             server.epoch += 1
         elif path == "/v1/models":
             said = {"data": [{"id": NAME}]}
-        elif path in server.routes:
-            said = server.routes[path](body)
         elif path == "/metrics":
             said = f'# HELP x\nvllm:generation_tokens_total{{engine="0"}} {server.made}.0\n'
         if said is None:

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 from made_batches import FAILED, make_batch, make_group
 
-from gspo.learner.credit import Shaping, is_flat, shape_scores
+from gspo.learner.credit import Credit, Shaping, is_flat, shape_scores, with_token_advantages
 from gspo.types import Score
+
+BATCH = {"mean_level": "batch", "std_level": "batch"}
 
 
 def test_advantages_are_of_each_group_and_failed_rewards_leave_it():
@@ -27,22 +29,24 @@ def test_a_group_of_equal_rewards_or_of_one_scored_sample_has_advantage_exactly_
     assert not batch.has_gradient.any()
 
 
-@pytest.mark.parametrize("norm", ["group_mean", "leave_one_out", "batch"])
+@pytest.mark.parametrize("norm", ["group_mean", "leave_one_out", BATCH])
 def test_other_normalisations_leave_the_failed_out_too(norm):
     rewards = [4.0, 1.0, 1.0]
     batch = make_batch([make_group(0, [*rewards[:2], FAILED, rewards[2]])], norm=norm)
     mean, std = 2.0, np.sqrt(3.0)
-    want = {"group_mean": [2, -1, -1], "leave_one_out": [3, -1.5, -1.5], "batch": [(r - mean) / std for r in rewards]}
-    np.testing.assert_allclose(batch.advantages[[0, 1, 3]], want[norm], atol=1e-12)
+    want = {"group_mean": [2, -1, -1], "leave_one_out": [3, -1.5, -1.5]}
+    want = want[norm] if isinstance(norm, str) else [(r - mean) / std for r in rewards]
+    np.testing.assert_allclose(batch.advantages[[0, 1, 3]], want, atol=1e-12)
     assert batch.advantages[2] == 0
 
 
 def test_an_explicit_normalisation_is_used_as_given_and_adv_norm_comes_after_it():
     centred = {"mean_level": "group", "std_level": None, "leave_one_out": False}
     divided = {"mean_level": None, "std_level": "batch", "leave_one_out": False}
-    batch = make_batch([make_group(0, [0, 2]), make_group(1, [10, 14])], norm=centred, adv_norm=divided)
-    # centred: −1, 1, −2, 2; their std is √(10/3)
-    np.testing.assert_allclose(batch.advantages, np.array([-1, 1, -2, 2]) / np.sqrt(10 / 3), atol=1e-12)
+    batch = make_batch([make_group(0, [0, 2]), make_group(1, [10, 14])], norm=centred)
+    batch = with_token_advantages(batch, Credit(adv_norm=divided))
+    # centred: −1, 1, −2, 2, two tokens each: the std of the eight is √(20/7)
+    np.testing.assert_allclose(batch.advantages, np.array([-1, 1, -2, 2]) / np.sqrt(20 / 7), atol=1e-12)
 
 
 def test_shaping_is_penalty_then_bias_then_scaling_then_clip():
@@ -63,14 +67,24 @@ def test_the_overlong_penalty_counts_trained_tokens_and_decides_advantages():
     np.testing.assert_allclose(batch.rewards, [1, 1])  # as scored
 
 
-@pytest.mark.parametrize("adv_norm", [None, {"mean_level": "batch", "std_level": "batch"}])
+@pytest.mark.parametrize("adv_norm", [None, BATCH])
 def test_truncated_completions_get_advantage_0_whatever_is_normalised(adv_norm):
     groups = [make_group(0, [1, 0, 0]), make_group(1, [0, 1], finish="length")]
-    batch = make_batch(groups, truncated_is_zero=True, adv_norm=adv_norm)
+    batch = with_token_advantages(make_batch(groups), Credit(adv_norm=adv_norm, truncated_is_zero=True))
     assert (batch.advantages[3:] == 0).all()
     assert (batch.advantages[:3] != 0).all()
     assert batch.in_denominator.all()
-    assert make_batch(groups, adv_norm=adv_norm).advantages[3:].all()
+    assert with_token_advantages(make_batch(groups), Credit(adv_norm=adv_norm)).advantages[3:].all()
+
+
+def test_areals_truncated_completions_get_reward_0_before_the_normalisation():
+    """Rewards 3 and 1 are centred to 1 and −1; the truncated −1 becomes 0; tokens 1, 1, 0, 0 have mean ½, std √⅓."""
+    group = make_group(0, [3, 1])
+    group = replace(group, samples=(group.samples[0], replace(group.samples[1], finish="length")))
+    zeroed = make_batch([group], norm="group_mean", truncated_is_zero=True)
+    assert zeroed.advantages.tolist() == [1, 0]
+    batch = with_token_advantages(zeroed, Credit(adv_norm=BATCH))
+    np.testing.assert_allclose(batch.advantages, np.array([0.5, -0.5]) * np.sqrt(3), atol=1e-12)
 
 
 def test_counted_groups_stay_and_dropped_ones_leave_the_count():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from made_batches import FAILED, make_batch, make_group, uneven_groups
 
+from gspo.errors import TrainingError
 from gspo.learner.credit import Credit, with_token_advantages
 
 # Two completions of 3 and 2 tokens, rewards 1 and 0: advantages ±½. The sampler's log-probs are −1 everywhere.
@@ -107,3 +108,75 @@ def test_adv_norm_is_over_tokens_and_truncation_comes_after_it():
 def test_equal_rewards_are_dropped_by_reward_with_a_critic():
     batch = make_batch([make_group(0, [1, 1]), make_group(1, [1, 0])], norm="gae", zero_variance="drop")
     assert batch.in_denominator.tolist() == [False, False, True, True]
+
+
+BATCH = {"mean_level": "batch", "std_level": "batch"}
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 1e-12])
+def test_adv_norm_is_over_tokens_with_and_without_a_penalty(kl_coef):
+    """A = ±1/√2 on 2 and 10 tokens, like 1 and 0: mean 1/6, variance (2·25/36 + 10/36)/11 = 5/33."""
+    group = make_group(0, [1, 0], [2, 10])
+    batch = replace(make_batch([group]), reference_logp={0: np.zeros(2), 1: np.zeros(10)})
+    batch = with_token_advantages(batch, Credit(kl_coef=kl_coef, adv_norm=BATCH))
+    np.testing.assert_allclose(batch.advantages, np.array([5, -1]) / 6 / np.sqrt(5 / 33), atol=1e-9)
+
+
+def test_a_discount_without_a_critic_weakens_earlier_tokens():
+    """A = ±½: γ^(|y| − t) A."""
+    batch = with_token_advantages(make_batch([GROUP], norm="group_mean"), Credit(discount=0.5))
+    np.testing.assert_allclose(batch.token_advantages[0], [0.125, 0.25, 0.5])
+    np.testing.assert_allclose(batch.token_advantages[1], [-0.25, -0.5])
+
+
+def episode(rewards, turns, final=0.0):
+    """A group of one episode with one sequence: `turns` of its tokens, and the rewards of its turns."""
+    group = make_group(0, [final + sum(rewards.values())], [len(turns)])
+    sample = replace(group.samples[0], turns=np.array(turns, dtype=np.int32), turn_rewards=rewards)
+    return replace(group, samples=(sample,))
+
+
+def with_critic(group, value=0.0, **how):
+    batch = make_batch([group], norm="gae")
+    values = {i: np.full(batch.trained_tokens[i], value) for i in range(batch.num_sequences)}
+    return with_token_advantages(replace(batch, values=values), Credit(**how))
+
+
+def test_with_a_critic_a_turn_is_credited_with_its_own_and_later_rewards():
+    """V = 0, γ = λ = 1: turn rewards (1, 0) and (0, 1) give turn 2 the advantages 0 and 1."""
+    first, second = (with_critic(episode(dict(enumerate(r)), [0, 0, 1])) for r in ((1.0, 0.0), (0.0, 1.0)))
+    assert first.token_advantages[0].tolist() == [1, 1, 0]
+    assert second.token_advantages[0].tolist() == [1, 1, 1]
+    assert first.returns[0].tolist() == [1, 1, 0]
+
+
+def test_the_discount_counts_from_the_turn_that_earned_the_reward():
+    """γ = ½, λ = 1, V = 0: reward 1 at token 2, 4 at the end of four tokens: 4/8 + 1/2, 4/4 + 1, 4/2, 4."""
+    batch = with_critic(episode({0: 1.0, 1: 0.0}, [0, 0, 1, 1], final=4.0), discount=0.5)
+    np.testing.assert_allclose(batch.token_advantages[0], [1.0, 2.0, 2.0, 4.0])
+
+
+def test_without_rewards_of_turns_the_credit_is_as_it_was():
+    plain = episode({}, [0, 0, 1], final=1.0)
+    batch = with_critic(plain, value=0.25, gae_lambda=0.5)
+    np.testing.assert_allclose(batch.token_advantages[0], [0.1875, 0.375, 0.75])
+
+
+def test_turn_rewards_of_other_sequences_go_to_what_came_before_them():
+    """An episode of two sequences, turns 0 and 2 in the first, turn 1 in the second; rewards 1, 2, 4 and 8 at the end.
+
+    The first sequence is credited with all rewards from each turn on; the second one not with that of turn 0.
+    """
+    group = episode({0: 1.0, 1: 2.0, 2: 4.0}, [0, 2], final=8.0)
+    rest = replace(make_group(1, [0], [1]).samples[0], turns=np.array([1], dtype=np.int32), prompt=(1, 2))
+    group = replace(group, samples=(replace(group.samples[0], rest=(rest,)),))
+    batch = with_critic(group)
+    assert batch.token_advantages[0].tolist() == [15, 12]
+    assert batch.token_advantages[1].tolist() == [14]
+
+
+def test_a_critic_with_reward_norm_refuses_rewards_of_turns():
+    norm = {"mean_level": "batch", "std_level": None}
+    batch = make_batch([episode({0: 1.0}, [0, 0])], norm=norm)
+    with pytest.raises(TrainingError, match=r"remove it \(actor.adv_norm"):
+        with_token_advantages(replace(batch, values={0: np.zeros(2)}), Credit())

@@ -11,14 +11,6 @@ import torch
 from gspo.learner.policy import module
 from gspo.learner.policy.module import return_memory_between_layers
 
-TOKENS = torch.arange(24).reshape(2, 12) % model_zoo.VOCAB
-
-
-def gradients(model):
-    model.zero_grad()
-    model(input_ids=TOKENS).logits.square().mean().backward()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
 
 @pytest.fixture
 def calls(monkeypatch):
@@ -41,10 +33,10 @@ def test_gradients_are_equal_bit_for_bit(calls, checkpointing):
     if checkpointing:
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    plain = gradients(model)
+    plain = model_zoo.gradients(model)
     num = return_memory_between_layers(model)
     assert num == model.config.num_hidden_layers
-    again = gradients(model)
+    again = model_zoo.gradients(model)
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
     assert len(calls) >= 2 * num  # forward and backward; recomputed layers once more
 
@@ -53,7 +45,7 @@ def test_a_pass_without_gradients_returns_nothing(calls):
     model = model_zoo.build("llama", torch.float32)
     return_memory_between_layers(model)
     with torch.no_grad():
-        model(input_ids=TOKENS)
+        model(input_ids=model_zoo.TOKENS)
     assert not calls
 
 

@@ -7,7 +7,7 @@ import model_zoo
 import numpy as np
 import pytest
 import torch
-from made_batches import make_batch
+from made_batches import make_batch, sampled_groups
 from made_steps import sgd
 
 from gspo.algorithms import ALGORITHMS
@@ -19,7 +19,7 @@ from gspo.learner.step import Plan, train_step
 from gspo.models import moe
 from gspo.monitor import step_metrics
 from gspo.sampling import LocalSampler
-from gspo.types import Extras, Group, Prompt, Request, Routes, SampleId, SamplingParams, Score
+from gspo.types import Extras, Prompt, Routes, SamplingParams
 
 pytestmark = pytest.mark.run
 
@@ -27,22 +27,9 @@ MIXTURES = ("qwen3_moe", "mixtral", "olmoe")
 PROMPTS = [(5, 6, 7, 8), (3, 9, 4), (7, 8, 1, 1, 20), (1, 2, 3, 4, 5, 6)]
 
 
-def sampled_groups(model, seed=0):
-    """Four groups of four, sampled from the model as a run would."""
-    sampler = LocalSampler(model, seed=seed, eos_token_ids=[2])
-    params = SamplingParams(9)
-    sampler.submit([Request(SampleId(g, i), p, params) for g, p in enumerate(PROMPTS) for i in range(4)])
-    got = {sample.id: sample for sample in sampler.completed()}
-    return [
-        Group(
-            g,
-            Prompt(prompt, "?"),
-            tuple(got[SampleId(g, i)] for i in range(4)),
-            ("",) * 4,
-            tuple(Score(float((g + i) % 2)) for i in range(4)),
-        )
-        for g, prompt in enumerate(PROMPTS)
-    ]
+def groups_of(model, seed=0):
+    sampler, prompts = LocalSampler(model, seed=seed, eos_token_ids=[2]), [Prompt(tokens, "?") for tokens in PROMPTS]
+    return sampled_groups(sampler, prompts, SamplingParams(9), lambda group, number: (group + number) % 2)
 
 
 def plan(replay="none", num_minibatches=2, **changes):
@@ -59,7 +46,7 @@ def plan(replay="none", num_minibatches=2, **changes):
 def run(name, how, *, dtype=torch.float32, lr=0.3, proximal="recompute", checkpointing=False, change=None):
     """One step on sampled groups: the report, its metrics, and the weights after it."""
     model = model_zoo.build(name, dtype)
-    batch = make_batch(sampled_groups(model), how.num_minibatches)
+    batch = make_batch(groups_of(model), how.num_minibatches)
     if change is not None:
         batch = change(batch, model)
     policy = PolicyModule(model, gradient_checkpointing=checkpointing)
@@ -101,7 +88,7 @@ def test_flips_counted_by_the_step_are_those_of_plain_forwards_before_and_after(
     """One update between the mini-batches; its weights are those after a step of one mini-batch."""
     how, lr = plan(), 3.0
     model = model_zoo.build("olmoe", torch.float32)
-    batch = make_batch(sampled_groups(model), 2)
+    batch = make_batch(groups_of(model), 2)
     policy = PolicyModule(model)
     optimizer = sgd(policy, lr)
 
@@ -128,7 +115,7 @@ def test_flips_counted_by_the_step_are_those_of_plain_forwards_before_and_after(
 def test_replay_holds_the_experts_of_pi_old_while_the_router_would_have_moved(replay):
     """Mini-batch 2's ratios are those of plain forwards on π_old's experts, under the weights it began with."""
     model = model_zoo.build("qwen3_moe", torch.float32)
-    batch = make_batch(sampled_groups(model), 2)
+    batch = make_batch(groups_of(model), 2)
     policy = PolicyModule(model)
     optimizer = sgd(policy, 3.0)
 

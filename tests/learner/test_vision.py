@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import vision_zoo
-from made_batches import make_batch
+from made_batches import make_batch, sampled_groups
 from made_steps import make_plan, sgd, weights
 
 from gspo.errors import ConfigError
@@ -17,7 +17,7 @@ from gspo.learner.policy.probe import image_prompts, probe
 from gspo.learner.step import train_step
 from gspo.models import Place, Vision, add_adapter, freeze_vision, vision_parameters
 from gspo.sampling import LocalSampler
-from gspo.types import Group, Prompt, Request, SampleId, SamplingParams, Score, ShownPrompt
+from gspo.types import Prompt, SamplingParams, ShownPrompt
 
 OTHERS = tuple(family for family in vision_zoo.FAMILIES if family != "qwen3_vl")
 
@@ -199,27 +199,16 @@ def test_probe_prompts_have_images_of_several_sizes(tmp_path):
     assert (len(one.images.names), len(two.images.names)) == (1, 2)
 
 
-def sampled_groups(model, processor, family, vision=None):
-    """Two prompts with the same tokens and other images, four samples each, sampled by this model."""
+def groups_of(model, processor, family, vision=None):
+    """Two prompts with the same tokens and other images, four samples each."""
     text = vision_zoo.text(family, "what ", 1, "is?")
     made = [processor.prompt(text, [vision_zoo.image(16, 16, seed)]) for seed in (1, 2)]
     prompts = [Prompt(tokens, text, images=images) for tokens, images in made]
-    sampler = LocalSampler(model, seed=3, eos_token_ids=(), verify=False, vision=vision)
-    params = SamplingParams(6, temperature=0.8, ignore_eos=True)
-    for n, prompt in enumerate(prompts):
-        sampler.submit([Request(SampleId(n, i), prompt.tokens, params, origin=prompt) for i in range(4)])
-    samples = {sample.id: sample for sample in sampler.completed()}
     assert prompts[0].tokens == prompts[1].tokens
-    return [
-        Group(
-            n,
-            prompt,
-            tuple(samples[SampleId(n, i)] for i in range(4)),
-            ("",) * 4,
-            tuple(Score(float(i)) for i in range(4)),
-        )
-        for n, prompt in enumerate(prompts)
-    ]
+    sampler = LocalSampler(model, seed=3, eos_token_ids=(), verify=False, vision=vision)
+    return sampled_groups(
+        sampler, prompts, SamplingParams(6, temperature=0.8, ignore_eos=True), lambda _, number: number
+    )
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -228,7 +217,7 @@ def test_a_step_trains_the_tower_unless_it_is_frozen(frozen, tmp_path):
     if frozen:
         freeze_vision(model)
     policy, before = PolicyModule(model), weights(model)
-    batch = make_batch(sampled_groups(model, processor, "qwen3_vl", policy.vision), 2)
+    batch = make_batch(groups_of(model, processor, "qwen3_vl", policy.vision), 2)
     assert policy.vision.num_encoded == 2
     plan = make_plan(num_minibatches=2)
     report = train_step(policy, sgd(policy), batch, plan, proximal="recompute", learning_rates=[0.1] * 2)

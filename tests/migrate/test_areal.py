@@ -6,11 +6,17 @@ import pytest
 import yaml
 from areal_files import NEW, OLD
 
-from gspo.config import effective_objective, known_keys, load, value_of
+from gspo.config import effective_objective, known_keys, load, objective_words, value_of
 from gspo.errors import ConfigError
+from gspo.lint import lint
 from gspo.migrate.table import rules
 
 AUTO = "one process samples and trains"
+
+
+def own(messages):
+    """Without the lines that are about no key of the file: `auto`, and AReaL's defaults."""
+    return [line for line in messages if AUTO not in line and not line.startswith("AReaL's default")]
 
 
 def loaded(folder, text, overrides=()):
@@ -68,7 +74,7 @@ def test_the_new_era_loads_with_its_meaning(tmp_path):
 
 @pytest.mark.parametrize("text", [OLD, NEW])
 def test_each_foreign_key_leaves_exactly_one_line_with_its_place(tmp_path, text):
-    messages = [line for line in loaded(tmp_path, text).messages if AUTO not in line]
+    messages = own(loaded(tmp_path, text).messages)
     assert all(line.startswith(f"{tmp_path}/areal.yaml:") for line in messages)
     told = [line.split(": ", 1)[1].split(" ")[0] for line in messages]
     assert len(told) == len(set(told))
@@ -118,7 +124,7 @@ def test_each_foreign_key_leaves_exactly_one_line_with_its_place(tmp_path, text)
 def test_old_spellings_mean_what_they_meant_and_say_so_once(tmp_path, written, key, value):
     result = loaded(tmp_path, written)
     assert value_of(result.config, key) == value
-    assert len([line for line in result.messages if AUTO not in line]) == 1
+    assert len(own(result.messages)) == 1
 
 
 @pytest.mark.parametrize(
@@ -141,7 +147,7 @@ def test_the_weight_cap_becomes_rejection_sampling(tmp_path, cap, expected):
     correction = result.config.actor.rejection_sampling
     got = None if correction is None else (correction.level, correction.action, correction.upper)
     assert got == expected
-    assert len([line for line in result.messages if AUTO not in line]) == len(cap.split(","))
+    assert len(own(result.messages)) == len(cap.split(","))
 
 
 @pytest.mark.parametrize(
@@ -354,3 +360,69 @@ def test_no_key_of_a_rule_is_in_the_schema():
 def test_a_key_of_an_earlier_version_is_unknown_and_the_nearest_key_is_named():
     assert "not a known key; the nearest is train_dataset.columns" in refusal_of("train_dataset.prompt_column=task")
     assert "not a known key" in refusal_of("stats_logger.keep_sample_steps=5")
+
+
+# What a file of AReaL's leaves to AReaL's defaults.
+
+THEIRS = "gconfig: {greedy: false}\n"  # a key that only AReaL has
+
+
+def test_a_file_without_reward_norm_trains_reinforce_pp(tmp_path):
+    """AReaL's REINFORCE++ example: the raw reward, KL in the reward, a normalisation over the batch's tokens."""
+    text = THEIRS + "actor: {adv_norm: {mean_level: batch, std_level: batch}, kl_ctl: 0.001}\nref: {}\n"
+    result = loaded(tmp_path, text)
+    objective = effective_objective(result)
+    assert (objective["advantage"], objective["aggregation"]) == ("batch", "token_mean")
+    assert objective_words(result).startswith("REINFORCE_PP (one ratio per token)")
+    assert str(result.origin("actor.reward_norm")) == "AReaL's default"
+    assert not result.is_set("actor.loss_aggregation")
+    # First: the lines that change what is trained.
+    assert [line.split(" (")[0] for line in result.messages[:3]] == [
+        "AReaL's default: actor.loss_aggregation is token_mean",
+        "AReaL's default: actor.reward_norm is {mean_level: null, std_level: null}",
+        "AReaL's default: actor.prox_logp_method is rollout",
+    ]
+
+
+def test_the_same_file_with_an_algorithm_has_that_algorithms_defaults(tmp_path):
+    text = THEIRS + "actor: {importance_sampling_level: sequence}\n"
+    theirs = effective_objective(loaded(tmp_path, text))
+    assert (theirs["advantage"], theirs["aggregation"], theirs["settings"]["clip_low"]) == (
+        "reward_norm", "token_mean", 0.2,
+    )  # fmt: skip
+    gspo = effective_objective(loaded(tmp_path, text, ["algorithm=gspo"]))
+    assert (gspo["advantage"], gspo["aggregation"], gspo["settings"]["clip_low"]) == (
+        "group_std", "sequence_mean", 3e-4,
+    )  # fmt: skip
+
+
+def test_a_file_is_areals_if_it_has_a_key_that_only_areal_has(tmp_path):
+    native = "actor: {importance_sampling_level: sequence}\n"
+    for overrides in ([], ["gconfig.greedy=false"]):  # the command line does not make a file AReaL's
+        result = loaded(tmp_path, native, overrides)
+        assert effective_objective(result)["aggregation"] == "sequence_mean"
+        assert not any(line.startswith("AReaL's default") for line in result.messages)
+
+
+def test_doctor_says_where_gspo_by_its_paper_differs_and_which_key_to_set(tmp_path):
+    group = "{mean_level: group, std_level: group}"
+    result = loaded(tmp_path, THEIRS + f"actor: {{importance_sampling_level: sequence, reward_norm: {group}}}\n")
+    (finding,) = [f for f in lint(result, num_gpus=0) if f.key == "actor.loss_aggregation"]
+    assert "in the paper every completion has the same weight" in finding.message
+    assert finding.remedy.startswith("set actor.loss_aggregation: sequence_mean (the paper)")
+    assert objective_words(result).startswith("GSPO with token_mean (one ratio per completion)")
+
+
+def test_a_section_of_a_norm_has_areals_levels(tmp_path):
+    text = THEIRS + "actor: {reward_norm: {mean_level: group}, adv_norm: {std_level: null}}\n"
+    actor = loaded(tmp_path, text).config.actor
+    assert (actor.reward_norm.mean_level, actor.reward_norm.std_level) == ("group", "batch")
+    assert (actor.adv_norm.mean_level, actor.adv_norm.std_level) == ("batch", None)
+
+
+def test_mask_no_eos_with_zero_of_an_areal_file_zeroes_the_reward(tmp_path):
+    text = "actor: {mask_no_eos_with_zero: true}\n"
+    assert loaded(tmp_path, text).config.actor.mask_no_eos_with_zero is True
+    result = loaded(tmp_path, THEIRS + text)
+    assert result.config.actor.mask_no_eos_with_zero == "reward"
+    assert any("actor.mask_no_eos_with_zero true is now reward" in line for line in result.messages)

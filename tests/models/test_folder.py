@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import tokenizers
 import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
+from word_tokenizers import tokenizer_of
 
 from gspo.errors import DataError
 from gspo.launcher import as_folder, without_weights
@@ -35,8 +35,7 @@ def whole(tmp_path_factory):
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
     tf.LlamaForCausalLM(config).save_pretrained(folder)
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"t{i}": i for i in range(32)}, unk_token="t0"))
-    tf.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="t0").save_pretrained(folder)
+    tokenizer_of((f"t{i}" for i in range(32)), unk_token="t0").save_pretrained(folder)
     return folder
 
 

@@ -1,8 +1,8 @@
 import pytest
-import tokenizers
 import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
+from word_tokenizers import tokenizer_of
 
 from gspo.errors import DataError
 from gspo.models import embedded
@@ -27,9 +27,7 @@ def folder(tmp_path):
 
 
 def save_tokenizer(folder, size):
-    vocabulary = {f"t{i}": i for i in range(size)}
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="t0"))
-    tf.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="t0").save_pretrained(folder)
+    tokenizer_of((f"t{i}" for i in range(size)), unk_token="t0").save_pretrained(folder)
 
 
 def edit(folder, change):

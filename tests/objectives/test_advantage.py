@@ -21,8 +21,16 @@ def test_by_hand():
     torch.testing.assert_close(group_mean(r, g), t(1, -1, 0, 0))
     # 3 − (1 + 2)/2, 1 − (3 + 2)/2, 2 − (3 + 1)/2, and nobody to compare with.
     torch.testing.assert_close(leave_one_out(r, g), t(1.5, -1.5, 0, 0))
-    # mean 4, squared deviations 1 + 9 + 4 + 36 = 50, unbiased variance 50/3.
-    torch.testing.assert_close(batch(r, g), t(-1, -3, -2, 6) / (50 / 3) ** 0.5)
+    # Rewards 3 and 0 of 1 and 2 tokens are 3, 0, 0: mean 1, squared deviations 4 + 1 + 1, unbiased variance 3.
+    torch.testing.assert_close(batch(t(3, 0), torch.tensor([1, 2])), t(2, -1) / 3**0.5)
+
+
+def test_a_weight_is_that_many_equal_values():
+    x, weight = torch.randn(5, dtype=F64), torch.tensor([3, 1, 4, 1, 5])
+    g = torch.tensor([0, 0, 1, 1, 1])
+    for levels in ({"mean_level": "batch", "std_level": "group"}, {"mean_level": "group", "std_level": "batch"}):
+        repeated = normalize(x.repeat_interleave(weight), g.repeat_interleave(weight), **levels)
+        torch.testing.assert_close(normalize(x, g, weight=weight, **levels).repeat_interleave(weight), repeated)
 
 
 @given(

@@ -93,6 +93,31 @@ def test_a_sequence_ratio_takes_the_mean_of_token_weights_dropped_tokens_as_zero
     assert float(out.stats["correction_raw"]) == pytest.approx(3.0)
 
 
+def test_dropped_tokens_are_not_in_the_ratio_of_their_sequence():
+    """Log-ratios 1, 0, 0 and −3, whose token is dropped: log s = 1/3, and the loss counts three of four tokens."""
+    logp = torch.tensor([[1.0, 0.0, 0.0, -3.0]], dtype=F64)
+    old, behavior = torch.zeros(1, 4, dtype=F64), -torch.tensor([[1.0, 1.0, 1.0, 9.0]], dtype=F64).log()
+    settings = {"behavior_logp": behavior, "correction": "mis", "clip_low": None, "clip_high": None}
+    for aggregation, share in (("sequence_mean", 3 / 4), ("token_mean", 3 / 4), ("sequence_sum", 3.0)):
+        out = loss("gspo", logp, old, torch.ones(1), None, aggregation=aggregation, **settings)
+        assert float(out.loss) == pytest.approx(-math.exp(1 / 3) * share)
+    # The advantage of the sequence is the mean over the same tokens: (1 + 2 + 3) / 3.
+    out = loss("gspo", logp, old, torch.tensor([[1.0, 2.0, 3.0, 99.0]]), None, **settings)
+    assert float(out.loss) == pytest.approx(-2 * math.exp(1 / 3) * 3 / 4)
+    assert float(out.stats["log_s"]) == pytest.approx(1 / 3)
+
+
+def test_a_kl_of_a_sequence_decides_for_it_and_its_tokens_keep_their_weights():
+    form = {"level": "sequence", "metric": "kl_k2", "upper": 0.5}
+    w = weigh([[2.0, 0.5, 1.0], [9.0, 9.0, 1.0]], form)
+    assert w.weight.tolist() == [pytest.approx([2.0, 0.5, 1.0]), [0, 0, 0]]
+    assert w.outside.tolist() == [[False] * 3, [True] * 3]
+    logp = torch.zeros(1, 3, dtype=F64)
+    behavior = -torch.tensor([[2.0, 0.5, 2.0]], dtype=F64).log()
+    out = loss("gspo", logp, logp, torch.ones(1), None, behavior_logp=behavior, correction=form)
+    assert float(out.loss) == pytest.approx(-1.5)  # the mean of 2, ½ and 2; their geometric mean is 1.26
+
+
 def test_equal_policies_leave_the_loss_as_it_was():
     logp = -torch.rand(3, 5, dtype=F64)
     plain = loss("gspo", logp, logp - 1e-4, torch.ones(3), torch.ones(3, 5))

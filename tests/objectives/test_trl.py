@@ -20,13 +20,13 @@ from torch import Tensor
 trl = pytest.importorskip("trl", reason="the comparison with TRL's own loss needs the test extra: pip install .[test]")
 
 from datasets import Dataset  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback  # noqa: E402
+from transformers import Qwen3ForCausalLM, TrainerCallback  # noqa: E402
+from trl_runs import PLAIN, VOCAB, tiny_model, tiny_tokenizer  # noqa: E402
 
 from gspo import objectives  # noqa: E402
+from gspo.audit.trl import from_trl  # noqa: E402
 from gspo.objectives import surrogate  # noqa: E402
 
-VOCAB = 32
 LENGTHS = (7, 3, 9, 1, 6, 8, 2, 5)
 PROMPT_LENGTHS = (4, 2, 3, 1, 4, 2, 3, 4)
 # Both signs of A meet ratios below, inside and above the band (in units of ε); A = 0 stands below it, unclipped.
@@ -125,58 +125,35 @@ def _no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random model on disk: with a KL term TRL loads its reference from the policy's path."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=False,
-        # Weights of the usual 0.02 would give a nearly uniform policy, whose log-probs say little.
-        initializer_range=0.3,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-    )
     path = str(tmp_path_factory.mktemp("tiny"))
-    Qwen3ForCausalLM(config).save_pretrained(path)
+    tiny_model().save_pretrained(path)
     return path
 
 
 def make_trainer(checkpoint: str, pair: Pair, trainer_class: type[Any] = trl.GRPOTrainer, **settings: Any) -> Any:
     """A GRPOTrainer on a float64 copy of the model. Its data and reward only satisfy the constructor."""
-    vocabulary = {"<bos>": 0, "<eos>": 1, "<pad>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    settings = {
-        "loss_type": pair.loss_type,
-        "importance_sampling_level": pair.level,
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "num_generations": 8,
-        "max_completion_length": MAX_NEW_TOKENS,
-        # DeepSeek-V3.2's KL, weighted by the ratio, is TRL's default; ours is the plain k3.
-        "use_bias_correction_kl": False,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "output_dir": checkpoint + "-output",
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "disable_tqdm": True,
-    } | settings
+    settings = (
+        {
+            "loss_type": pair.loss_type,
+            "importance_sampling_level": pair.level,
+            "per_device_train_batch_size": 8,
+            "gradient_accumulation_steps": MICRO_BATCHES,
+            "num_generations": 8,
+            "max_completion_length": MAX_NEW_TOKENS,
+            # DeepSeek-V3.2's KL, weighted by the ratio, is TRL's default; ours is the plain k3.
+            "use_bias_correction_kl": False,
+            "output_dir": checkpoint + "-output",
+            "logging_strategy": "no",
+        }
+        | PLAIN
+        | settings
+    )
     trainer = trainer_class(
         model=Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float64),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=trl.GRPOConfig(**settings),
         train_dataset=Dataset.from_list([{"prompt": "w3 w4"}] * 8),
-        processing_class=PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
-        ),
+        processing_class=tiny_tokenizer(),
     )
     # The training loop sets it before each update.
     trainer.current_gradient_accumulation_steps = settings["gradient_accumulation_steps"]
@@ -354,6 +331,22 @@ def test_advantages_per_token_are_used_as_trl_does(checkpoint: str, pair: Pair) 
     generator = torch.Generator().manual_seed(1)
     batch.advantage = torch.randn(batch.mask.shape, generator=generator, dtype=torch.float64)
     compare(trainer, pair, batch, ours)
+
+
+@pytest.mark.parametrize("pair", LEVEL_PAIRS, ids=str)
+def test_trls_delta_below_the_band_is_also_the_upper_bound_of_positive_advantages(checkpoint: str, pair: Pair) -> None:
+    """What docs/migrating says of `delta`, and what `gspo audit` translates: actor.eps_clip_higher is delta − 1."""
+    delta = 1.1
+    theirs, ours = gate_settings(pair, PPO)
+    draft = from_trl({"epsilon": PPO[0], "epsilon_high": PPO[1], "delta": delta, "loss_type": "grpo"}, "args")
+    assert draft.keys["actor.eps_clip_higher"] == pytest.approx(delta - 1)
+    assert draft.keys["actor.c_clip"] == 1 + PPO[1]
+    trainer = make_trainer(checkpoint, pair, delta=delta, **theirs)
+    batch = make_batch(trainer.model, PPO[1])
+    narrowed = {"clip_high": draft.keys["actor.eps_clip_higher"], "dual_clip": draft.keys["actor.c_clip"]}
+    objective = compare(trainer, pair, batch, ours | narrowed)
+    plain = our_loss(pair, float64_logp(trainer.model, batch), batch, ours | {"dual_clip": delta}, 1)
+    assert not torch.allclose(objective.per_sequence, plain.per_sequence)
 
 
 @pytest.mark.parametrize("pair", LEVEL_PAIRS, ids=str)

@@ -1,13 +1,11 @@
 """The judge against a real HTTP server on loopback: scores, failures, retries, caching, and a key that stays secret."""
 
-import json
 import re
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from http_judge import serving
+from http_judge import JudgeHandler, JudgeServer, serving
 from processes import until
 
 from gspo.errors import ConfigError
@@ -19,56 +17,9 @@ from gspo.types import Failure, Score
 pytestmark = pytest.mark.run
 
 
-class World(ThreadingHTTPServer):
-    """An endpoint that answers by `plan`, a function from (number of the request, its question) to an answer."""
-
-    daemon_threads = True
-    request_queue_size = 128  # the default of 5 resets connections when 16 come at once
-
-    def __init__(self):
-        self.requests, self.headers, self.at_once, self.most_at_once = [], [], 0, 0
-        self.lock = threading.Lock()
-        self.plan = lambda number, question: "Score: 1"
-        super().__init__(("127.0.0.1", 0), Handler)
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        world = self.server
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with world.lock:
-            world.requests.append((self.path, body))
-            world.headers.append(dict(self.headers))
-            number = len(world.requests)
-            world.at_once += 1
-            world.most_at_once = max(world.most_at_once, world.at_once)
-        try:
-            answer = world.plan(number, body["messages"][-1]["content"])
-            status, content, headers = answer if isinstance(answer, tuple) else (200, answer, {})
-            if status == 200 and isinstance(content, str):
-                content = json.dumps({"choices": [{"message": {"role": "assistant", "content": content}}]}).encode()
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(content)
-        except OSError:
-            pass  # the client went away, as it should after its timeout
-        finally:
-            with world.lock:
-                world.at_once -= 1
-
-    def log_message(self, *args):
-        pass
-
-
 @pytest.fixture
 def world():
-    with serving(World()) as server:
+    with serving(JudgeServer()) as server:
         yield server
 
 
@@ -143,12 +94,11 @@ def test_an_answer_that_trickles_is_over_at_the_timeout_too(world):
         raise OSError("done")
 
     current = []
-    original = Handler.do_POST
 
-    class Trickling(Handler):
-        def do_POST(self):
+    class Trickling(JudgeHandler):
+        def do_POST(self):  # noqa: N802
             current.append(self)
-            original(self)
+            super().do_POST()
 
     world.RequestHandlerClass, world.plan = Trickling, trickle
     start = time.monotonic()
@@ -207,7 +157,7 @@ def test_a_refusal_or_a_redirect_is_not_asked_again_and_the_key_goes_nowhere_els
 
 
 def test_nobody_there_is_an_infra_failure():
-    server = World()
+    server = JudgeServer()
     server.server_close()
     ((outcome,),) = judged(server, [item("x")], retries=1)
     assert isinstance(outcome, Failure)

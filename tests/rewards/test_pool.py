@@ -61,6 +61,13 @@ def children_of(pid):
     return found
 
 
+@pytest.fixture(scope="module")
+def patient():
+    """One pool for functions that end by themselves: each finds workers that were replaced after the one before."""
+    with pool_of("choose", timeout_s=10.0) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("bad", ["sum", "power", "regex", "ignore", "sleep"])
 def test_a_hang_ends_within_timeout_plus_one_second_and_its_group_mates_are_scored(bad):
     with pool_of("choose") as pool:
@@ -85,20 +92,18 @@ def test_a_hang_ends_within_timeout_plus_one_second_and_its_group_mates_are_scor
         ("memory", "MemoryError"),
     ],
 )
-def test_a_crash_is_a_crash_with_its_reason_and_its_neighbours_are_scored(bad, says):
-    with pool_of("choose", timeout_s=10.0) as pool:
-        outcomes = pool.score([item("good", bad, "good"), item("good")])
-        assert outcomes[0][1].kind == "crash"
-        assert says in outcomes[0][1].message
-        assert [outcomes[0][i].value for i in (0, 2)] == [1.0, 1.0]
-        assert outcomes[1][0].value == 1.0
+def test_a_crash_is_a_crash_with_its_reason_and_its_neighbours_are_scored(patient, bad, says):
+    outcomes = patient.score([item("good", bad, "good"), item("good")])
+    assert outcomes[0][1].kind == "crash"
+    assert says in outcomes[0][1].message
+    assert [outcomes[0][i].value for i in (0, 2)] == [1.0, 1.0]
+    assert outcomes[1][0].value == 1.0
 
 
-def test_a_signal_from_outside_is_retried_and_then_infra_never_a_reward():
-    with pool_of("choose", timeout_s=10.0) as pool:
-        ((outcome,),) = pool.score([item("term")])
-        assert outcome.kind == "infra"
-        assert "SIGTERM" in outcome.message
+def test_a_signal_from_outside_is_retried_and_then_infra_never_a_reward(patient):
+    ((outcome,),) = patient.score([item("term")])
+    assert outcome.kind == "infra"
+    assert "SIGTERM" in outcome.message
 
 
 def test_a_child_left_behind_is_killed_with_its_worker(tmp_path):

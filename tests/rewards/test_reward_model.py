@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+from word_tokenizers import tokenizer_of
 
 from gspo.errors import ConfigError, DataError
 from gspo.rewards.call import RewardItem
@@ -25,10 +25,7 @@ SIZES = {
 
 
 def make_tokenizer(chat=None):
-    vocabulary = {"[PAD]": 0, **{letter: i for i, letter in enumerate(LETTERS, 1)}}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[PAD]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", chat_template=chat)
+    return tokenizer_of(["[PAD]", *LETTERS], pad_token="[PAD]", chat_template=chat)
 
 
 def save(folder, *, kind=AutoModelForSequenceClassification, chat=None, config=None, **changes):

@@ -15,7 +15,6 @@ import pytest
 import talkers
 import torch
 from http_judge import JudgeServer, serving
-from killed_runs import Runs, fired
 from training_runs import RANKED, SMALL, digests, metrics, path_of, samples, stopping, train
 
 from gspo.config import load
@@ -147,44 +146,6 @@ def test_other_sources_of_the_proximal_policy_take_stale_samples_too(tmp_path, t
         assert set(first) == {0.0}
     else:  # against the sampler: the age of the samples is in the ratio before any update
         assert first[-1] > 1e-4
-
-
-# Killed
-
-KILLED = ("rollout.max_head_offpolicyness=2", "actor.use_decoupled_loss=true", "total_train_steps=8")
-
-
-@pytest.fixture(scope="module")
-def runs(tiny):
-    server = Runs()
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory, runs):
-    root = tmp_path_factory.mktemp("uninterrupted")
-    assert runs.run(root, *KILLED) == 0
-    return digests(path_of(root))
-
-
-FULL = pytest.mark.full
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("fault", [
-    "checkpoint.file:5",
-    *(pytest.param(f, marks=FULL) for f in (
-        "rollout.token:20", "rollout.token:90", "reward.submit:15", "reward.submit:25", "reward.wait:4",
-        "train.backward:5", "train.updated:7", "record.metrics:5", "eval.begin:2", "checkpoint.file:8",
-        "checkpoint.file:11", "checkpoint.sync:9", "checkpoint.rename:2", "checkpoint.prune:1",
-    )),
-])  # fmt: skip
-def test_a_run_killed_with_groups_waiting_and_run_again_is_the_uninterrupted_one(runs, uninterrupted, tmp_path, fault):
-    assert runs.run(tmp_path, *KILLED, fault=f"{fault}:kill") == -9, (tmp_path / "out.txt").read_text()[-2000:]
-    assert fired(tmp_path) == [f"{fault}:kill"]
-    assert runs.run(tmp_path, *KILLED) == 0, (tmp_path / "out.txt").read_text()[-2000:]
-    assert digests(path_of(tmp_path)) == uninterrupted
 
 
 # In the background

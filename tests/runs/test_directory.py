@@ -1,11 +1,11 @@
 import errno
 import fcntl
-import json
 import os
 import stat
 
 import numpy as np
 import pytest
+from made_runs import strict
 from processes import files_up_to
 from safetensors.numpy import load_file
 
@@ -20,13 +20,6 @@ def run(tmp_path):
     directory = RunDir(tmp_path / "experiment" / "trial")
     yield directory
     directory.close()
-
-
-def strict(text):
-    def refuse(word):
-        raise AssertionError(f"{word} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
 
 
 def test_only_strict_json_is_written_and_text_survives():

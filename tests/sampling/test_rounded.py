@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from test_local import teacher_forced
 from tiers import brief
 from tiny_models import build
 
@@ -11,21 +12,17 @@ from gspo.sampling.rounded import RoundedSampler, rounded
 from gspo.types import Request, SampleId, SamplingParams
 
 
+def request(id):
+    return Request(id, (5, 6, 7), SamplingParams(8, ignore_eos=True))
+
+
 def sampled(sampler, seed_of=0):
-    params = SamplingParams(8, ignore_eos=True)
-    sampler.submit([Request(SampleId(seed_of, i), (5, 6, 7), params) for i in range(6)])
+    sampler.submit([request(SampleId(seed_of, i)) for i in range(6)])
     return sorted(sampler.completed(), key=lambda s: s.id)
 
 
-def plain_logp(model, sample):
-    ids = torch.tensor([[5, 6, 7, *sample.tokens.tolist()]])
-    with torch.no_grad():
-        logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0, 2:]
-    return logits.log_softmax(-1).gather(1, ids[0, 3:, None])[:, 0].numpy()
-
-
 def gap(model, samples):
-    return max(float(np.abs(plain_logp(model, s) - s.behavior_logp).max()) for s in samples)
+    return max(float(np.abs(teacher_forced(model, request(s.id), s) - s.behavior_logp).max()) for s in samples)
 
 
 @pytest.mark.parametrize("name", brief(["qwen3", "llama_mha", "qwen3_moe"], "qwen3"))

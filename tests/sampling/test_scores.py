@@ -1,18 +1,11 @@
 """Log-probs of given tokens from servers: those of the model, and refusals where they would be something else."""
 
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
 import numpy as np
 import pytest
-from http_judge import reply
-from served import TOKEN, House
+from served import TOKEN
 from tiny_models import VOCAB, build
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
+from vllm_lookalike import Lookalike
+from word_tokenizers import tokenizer_of
 
 from gspo.errors import ConfigError, DataError, RolloutError
 from gspo.sampling.remote import scores
@@ -25,61 +18,12 @@ SEQUENCES = probe_sequences(VOCAB, count=70, length=5)  # more than one call
 
 def words(shift=0):
     """A tokenizer of the words w0, w1, …; `shift` gives them other ids."""
-    vocabulary = {f"w{(i + shift) % VOCAB}": i for i in range(VOCAB)}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="w0"))
-    tokenizer.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    return tokenizer_of((f"w{(i + shift) % VOCAB}" for i in range(VOCAB)), "w0")
 
 
-class Vllm(ThreadingHTTPServer):
-    """The routes of vLLM that a teacher needs, as its documentation describes them."""
-
-    daemon_threads = True
-
-    def __init__(self, model, tokenizer, meddle=lambda path, reply: (200, reply), names=("teacher",)):
-        self.model, self.tokenizer, self.meddle, self.names, self.bodies = model, tokenizer, meddle, names, []
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    def answer(self, path, body):
-        if path == "/v1/models":
-            return {"data": [{"id": name} for name in self.names]}
-        if path == "/tokenize":
-            ids = self.tokenizer.encode(body["prompt"], add_special_tokens=body["add_special_tokens"])
-            return {"tokens": ids, "count": len(ids), "max_model_len": 64}
-        logps = [sequence_logp(self.model, [tokens])[0].tolist() for tokens in body["prompt"]]
-        rows = [
-            [None, *({str(t): {"logprob": p, "rank": 1}} for t, p in zip(tokens[1:], row, strict=True))]
-            for tokens, row in zip(body["prompt"], logps, strict=True)
-        ]
-        return {
-            "model": body["model"],
-            "choices": [{"index": i, "text": "", "prompt_logprobs": row} for i, row in enumerate(rows)],
-        }
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
-        self.server.bodies.append((self.path, self.headers.get("Authorization"), body))
-        status, said = self.server.meddle(self.path, self.server.answer(self.path, body))
-        reply(self, status, said)
-
-    do_GET = do_POST  # noqa: N815
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def house(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
     monkeypatch.setenv(scores.KEY, TOKEN)
-    house = House(tmp_path)
-    yield house
-    house.close()
 
 
 @pytest.fixture
@@ -94,10 +38,27 @@ def opened(house):
 
 @pytest.fixture
 def vllm(house):
-    def start(*args, **kwargs):
-        server = Vllm(build("llama"), words(), *args, **kwargs)
-        house.stack.callback(server.server_close)
-        house.stack.callback(server.shutdown)
+    """The routes of vLLM that a teacher needs, as its documentation describes them."""
+
+    def start(meddle=lambda path, reply: (200, reply), names=("teacher",)):
+        server, tokenizer = Lookalike(build("llama")), words()
+        house.stack.callback(server.close)
+
+        def tokenize(body):
+            ids = tokenizer.encode(body["prompt"], add_special_tokens=body["add_special_tokens"])
+            return {"tokens": ids, "count": len(ids), "max_model_len": 64}
+
+        def complete(body):
+            choices = [server.complete({**body, "prompt": tokens})["choices"][0] for tokens in body["prompt"]]
+            return {"model": body["model"], "choices": choices}
+
+        for path, answer in {
+            "/v1/models": lambda _: {"data": [{"id": name} for name in names]},
+            "/tokenize": tokenize,
+            "/v1/completions": complete,
+        }.items():
+            server.routes[path] = lambda body, path=path, answer=answer: meddle(path, answer(body))
+        server.url = f"{server.endpoint.url}/v1"
         return server
 
     return start
@@ -150,10 +111,10 @@ def test_vllm_scores_as_its_model_does(vllm, opened):
     client.check_vocabulary(words())
     for got, expected in zip(client.score(SEQUENCES), sequence_logp(server.model, SEQUENCES), strict=True):
         np.testing.assert_array_equal(got, expected)
-    calls = [body for path, _, body in server.bodies if path == "/v1/completions"]
+    calls = [body for path, _, body in server.heard if path == "/v1/completions"]
     assert [len(body["prompt"]) for body in calls] == [64, 6]
     assert {body["model"] for body in calls} == {"teacher"}
-    assert {key for _, key, _ in server.bodies} == {f"Bearer {TOKEN}"}
+    assert {key for _, key, _ in server.heard} == {f"Bearer {TOKEN}"}
 
 
 def test_another_tokenizer_at_vllm_is_refused(vllm, opened):
@@ -168,7 +129,7 @@ def test_one_of_several_models_is_named_in_the_address(vllm, opened):
     client = opened(server.url + "#adapter")
     client.check_vocabulary(words())
     client.score(SEQUENCES[:2])
-    assert server.bodies[-1][2]["model"] == "adapter"
+    assert server.heard[-1][2]["model"] == "adapter"
 
 
 def fewer(path, reply):

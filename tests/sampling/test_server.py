@@ -7,35 +7,31 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
+import raw_http
 import torch
 from safetensors.torch import load_file
-from served import EOS, House, local
+from served import EOS, TOKEN, local
 from test_local import assert_same, group_requests, prompt_of, run
 from tiers import brief
 from tiny_models import build
 
-from gspo.errors import DataError, RolloutError, WeightSyncError
+from gspo.errors import ConfigError, RolloutError, WeightSyncError
 from gspo.learner import full_parameters
 from gspo.models import add_adapter, num_experts, route_shape, routers
 from gspo.sampling.api import Experts
 from gspo.sampling.remote.discovery import give_up, register
 from gspo.sampling.remote.engine import FILE, Session, session_order
 from gspo.sampling.remote.protocol import WireError, pack_request, pack_sample, unpack_request, unpack_sample
+from gspo.sampling.remote.server import CONNECTIONS, SamplerServer
 from gspo.sampling.weights.load import fetch_weights
 from gspo.sampling.weights.publish import Broadcaster
 from gspo.types import TOKEN_ARRAYS, Extras, Request, Routes, Sample, SampleId, SamplingParams
 
 pytestmark = pytest.mark.run
-
-
-@pytest.fixture
-def house(tmp_path):
-    house = House(tmp_path)
-    yield house
-    house.close()
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +51,7 @@ def collect(client, requests, deadline_s=20):
 def test_one_server_gives_the_samples_of_the_process_bit_for_bit(house, name):
     trainer = build(name)
     house.serve(model=name)
-    client = house.client(reference=trainer)
-    client.load_weights(3, trainer.named_parameters())
+    client = house.trained(trainer, version=3)
     requests = group_requests(5, 4)
     expected, got = run(local(trainer, version=3), requests), collect(client, requests)
     for id, sample in expected.items():
@@ -133,8 +128,7 @@ def test_an_adapter_travels_alone_and_the_samples_are_those_of_the_process(house
 
 def test_two_servers_share_the_groups_and_give_the_same_tokens(house, trainer):
     servers = [house.serve(0), house.serve(1)]
-    client = house.client(2, reference=trainer)
-    client.load_weights(0, trainer.named_parameters())
+    client = house.trained(trainer, 2)
     requests = group_requests(6, 3)
     assert_same(collect(client, requests), run(local(trainer, version=0), requests))
     prefilled = [server.engine.health()["sampler"]["prefill_tokens"] for server in servers]
@@ -154,8 +148,7 @@ def test_two_servers_share_the_groups_and_give_the_same_tokens(house, trainer):
 )
 def test_sampling_parameters_reach_the_server(house, trainer, params):
     house.serve()
-    client = house.client(reference=trainer)
-    client.load_weights(0, trainer.named_parameters())
+    client = house.trained(trainer)
     requests = group_requests(3, 2, params)
     ours, expected = collect(client, requests), run(local(trainer), requests)
     assert_same(ours, expected, atol=0)
@@ -164,71 +157,6 @@ def test_sampling_parameters_reach_the_server(house, trainer, params):
         if sample.extras.kept is not None:
             assert np.array_equal(ours[id].extras.kept.counts, sample.extras.kept.counts)
             assert np.array_equal(ours[id].extras.kept.ids, sample.extras.kept.ids)
-
-
-def test_new_weights_interrupt_samples_which_go_on_with_them(house, trainer):
-    house.serve(latency_s=0.02)
-    other = build("llama", seed=1)
-    client = house.client()
-    client.load_weights(0, trainer.named_parameters())
-    requests = group_requests(4, 2, SamplingParams(24, min_new_tokens=24))
-    client.submit(requests)
-    assert list(client.completed(0.15)) == []
-    client.load_weights(1, other.named_parameters())
-    samples = {s.id: s for s in client.completed(20)}
-    assert len(samples) == len(requests)
-    # What the first version said is what it says alone; the rest follows from the second and the same tokens.
-    alone, continued = run(local(trainer), requests), []
-    for request in requests:
-        versions = samples[request.id].versions.tolist()
-        assert versions == sorted(versions)
-        assert set(versions) == {0, 1}
-        told = versions.count(0)
-        tokens, logp = alone[request.id].tokens[:told], alone[request.id].behavior_logp[:told]
-        said = Sample.of(request.id, tokens, logp, 0, "abort")
-        continued.append(Request(request.id, request.prompt, request.params, said))
-    assert_same(samples, run(local(other, version=1), continued))
-
-
-def test_abort_gives_partial_samples_that_continue(house, trainer):
-    house.serve(latency_s=0.02)
-    client = house.client()
-    client.load_weights(0, trainer.named_parameters())
-    requests = group_requests(3, 2, SamplingParams(14, min_new_tokens=14))
-    client.submit(requests)
-    assert list(client.completed(0.15)) == []
-    partial = {s.id: s for s in client.abort()}
-    assert set(partial) == {r.id for r in requests}
-    assert all(s.finish == "abort" for s in partial.values())
-    assert max(len(s.tokens) for s in partial.values()) > 0
-    again = [Request(r.id, r.prompt, r.params, prefix=partial[r.id]) for r in requests]
-    assert_same(collect(client, again), run(local(trainer), requests))
-
-
-def test_pause_and_resume_lose_nothing(house, trainer):
-    server = house.serve(latency_s=0.01)
-    client = house.client()
-    client.load_weights(0, trainer.named_parameters())
-    requests = group_requests(3, 2)
-    client.submit(requests)
-    early = list(client.completed(0.05))
-    client.pause()
-    before = server.engine.health()["turns"]
-    time.sleep(0.2)
-    early += client.completed(5)  # the samples that were finished before the pause
-    assert list(client.completed(5)) == []
-    assert server.engine.health()["turns"] - before <= 1
-    assert len(early) < len(requests)
-    client.resume()
-    assert_same({s.id: s for s in [*early, *client.completed(20)]}, run(local(trainer), requests))
-
-
-def test_bad_requests_are_refused_at_submit(house):
-    client = house.client()
-    with pytest.raises(DataError, match="outside the model's vocabulary"):
-        client.submit([Request(SampleId(0, 0), (999,), SamplingParams(4))])
-    with pytest.raises(DataError, match="exceeds the context of 64"):
-        client.submit([Request(SampleId(0, 0), (5,), SamplingParams(64))])
 
 
 def test_a_lost_reply_neither_loses_nor_doubles_a_sample(house, trainer):
@@ -243,8 +171,7 @@ def test_a_lost_reply_neither_loses_nor_doubles_a_sample(house, trainer):
         return reply
 
     server = house.serve(meddle=lose_the_first_of_each)
-    client = house.client(reference=trainer)
-    client.load_weights(0, trainer.named_parameters())
+    client = house.trained(trainer)
     requests = group_requests(4, 3)
     assert_same(collect(client, requests), run(local(trainer), requests))
     assert sorted(lost) == ["/attach", "/collect", "/generate", "/load_weights"]
@@ -281,14 +208,39 @@ def test_calls_and_replies_are_bounded_in_bytes_and_nothing_is_lost_by_it(house,
         return reply
 
     server = house.serve(meddle=measure)
-    client = house.client(reference=trainer)
-    client.load_weights(0, trainer.named_parameters())
+    client = house.trained(trainer)
     requests = group_requests(6, 4)
     one = len(json.dumps({"key": "00", **pack_request(requests[0])}))
     assert_same(collect(client, requests), run(local(trainer), requests))
     assert max(size for size, count in replies if count > 1) <= 1500
     assert sum(count for _, count in replies) >= len(requests)
     assert server.proxy.paths.count("/generate") >= len(requests) * one / 2000 > 2
+
+
+def test_sampling_is_unaffected_by_abuse(house, trainer):
+    """Strangers hold every free connection and send rubbish while samples are drawn."""
+    server = house.serve(latency_s=0.01)
+    server.head_s = 1.0
+    abuse = partial(raw_http.head, server.port, TOKEN, "POST")
+    client = house.trained(trainer)
+    requests = group_requests(4, 3, SamplingParams(14, min_new_tokens=10))
+    client.submit(requests)
+    idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(CONNECTIONS // 4)]
+    for connection in idle:
+        connection.sendall(b"POST /abort HTTP/1.1\r\nContent-Length: 10\r\n")
+    for _ in range(20):
+        assert raw_http.talk(server.port, abuse("/abort", Authorization="Bearer no"), b"{}")[0] == 401
+        assert raw_http.talk(server.port, abuse("/load_weights"), b"{}")[0] in (400, 409)
+    assert_same({s.id: s for s in client.completed(20)}, run(local(trainer), requests))
+    assert client.health()["disconnects"] == 0
+    assert server.refused >= 20
+    for connection in idle:
+        connection.close()
+
+
+def test_a_server_without_a_real_secret_does_not_start(house):
+    with pytest.raises(ConfigError, match="GSPO_SAMPLER_TOKEN"):
+        SamplerServer(house.serve().engine, "short")
 
 
 # Servers that do not tell the truth
@@ -356,8 +308,7 @@ def experts_of(model, needed=True):
 
 def test_one_server_of_a_mixture_gives_the_routes_of_the_process(house, mixture):
     house.serve(model="qwen3_moe")
-    client = house.client(reference=mixture, experts=experts_of(mixture))
-    client.load_weights(0, mixture.named_parameters())
+    client = house.trained(mixture, experts=experts_of(mixture))
     requests = group_requests(3, 2)
     ours, expected = collect(client, requests), run(local(mixture), requests)
     assert_same(ours, expected)
@@ -370,8 +321,7 @@ def test_one_server_of_a_mixture_gives_the_routes_of_the_process(house, mixture)
 
 def test_an_interrupted_sample_of_a_mixture_goes_on_with_the_routes_it_has(house, mixture):
     server = house.serve(model="qwen3_moe", latency_s=0.02)
-    client = house.client(reference=mixture, experts=experts_of(mixture))
-    client.load_weights(0, mixture.named_parameters())
+    client = house.trained(mixture, experts=experts_of(mixture))
     requests = group_requests(3, 2, SamplingParams(30, ignore_eos=True))
     client.submit(requests)
     begin = time.monotonic()
@@ -418,8 +368,7 @@ def test_a_lie_is_found_and_the_others_do_its_work(house, trainer, mixture, lie)
         name, model, (meddle, message) = "qwen3_moe", mixture, FALSE_ROUTES[lie]
         how = {"experts": experts_of(mixture)}
     server, _ = house.serve(0, model=name, meddle=meddle), house.serve(1, model=name)
-    client = house.client(2, reference=model, retries=2, **how)
-    client.load_weights(0, model.named_parameters())
+    client = house.trained(model, 2, retries=2, **how)
     requests = group_requests(6, 2, SamplingParams(5))
     assert_same(collect(client, requests), run(local(model), requests))
     assert server.proxy.paths  # it was asked
@@ -430,8 +379,7 @@ def test_a_lie_is_found_and_the_others_do_its_work(house, trainer, mixture, lie)
 
 def test_where_every_server_lies_the_run_ends_and_says_so(house, trainer):
     house.serve(0, meddle=LIES["NaN for a log-prob"][0])
-    client = house.client(1, reference=trainer, retries=2)
-    client.load_weights(0, trainer.named_parameters())
+    client = house.trained(trainer, retries=2)
     client.submit(group_requests(2, 2))
     with pytest.raises(RolloutError, match=r"sampler 0 .*log-probs are not finite"):
         list(client.completed(20))

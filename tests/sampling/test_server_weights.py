@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from served import House, local
-from test_local import assert_same, group_requests, run
+from served import local
+from test_local import MATRIX, assert_same, group_requests, run, spoiled
 from tiny_models import build
 
 from gspo.errors import WeightSyncError
@@ -20,49 +20,21 @@ from gspo.sampling.weights.publish import publish
 
 pytestmark = pytest.mark.run
 
-NAME = "model.layers.1.mlp.up_proj.weight"
-
-
-@pytest.fixture
-def house(tmp_path):
-    house = House(tmp_path)
-    yield house
-    house.close()
-
 
 def digest(model):
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
 
 
-def changed(tensors, **change):
-    return {name: change.get(name, tensor) for name, tensor in tensors.items() if change.get(name, tensor) is not None}
-
-
-def with_nan(tensor):
-    tensor = tensor.clone()
-    tensor[0, 0] = torch.nan
-    return tensor
-
-
-FAULTS = {
-    "NaN": (lambda t: changed(t, **{NAME: with_nan(t[NAME])}), "holds NaN"),
-    "missing": (lambda t: changed(t, **{NAME: None}), "did not arrive"),
-    "a foreign name": (lambda t: {**t, "model.layers.9.x": t[NAME].clone()}, "not a parameter"),
-    "a wrong shape": (lambda t: changed(t, **{NAME: t[NAME].T.contiguous()}), "the sampler holds"),
-    "a wrong dtype": (lambda t: changed(t, **{NAME: t[NAME].double()}), "torch.float64"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", ["holds NaN", "did not arrive", "not a parameter", "the sampler holds", "torch.float64"]
+)
 def test_weights_that_are_not_the_models_are_refused_whole(house, fault):
     server, first = house.serve(), build("llama", seed=1)
-    client = house.client(reference=first, retries=1)
-    client.load_weights(1, first.named_parameters())
+    client = house.trained(first, version=1, retries=1)
     before = digest(server.model)
     assert before == digest(first)
-    change, message = FAULTS[fault]
-    tensors = change({n: p.detach() for n, p in build("llama", seed=2).named_parameters()})
-    with pytest.raises(WeightSyncError, match=message):
+    tensors = spoiled({n: p.detach() for n, p in build("llama", seed=2).named_parameters()}, MATRIX)[fault]
+    with pytest.raises(WeightSyncError, match=fault):
         client.load_weights(2, tensors.items())
     assert digest(server.model) == before
     # A later version is as good as ever.
@@ -155,14 +127,13 @@ def test_the_names_of_files_reach_the_parameters_of_the_model(name, tmp_path):
     assert digest(target) == digest(source)
 
 
-@pytest.mark.parametrize("what", ["missing", "a wrong shape"])
-def test_experts_are_checked_by_the_names_of_files(what, tmp_path):
+@pytest.mark.parametrize("fault", ["did not arrive", "the sampler holds"])
+def test_experts_are_checked_by_the_names_of_files(fault):
     source, target = build("qwen3_moe", seed=1), build("qwen3_moe")
     tensors, before = dict(weight_names(PolicyModule(source))), digest(target)
     name = next(n for n in tensors if "experts.1.up_proj" in n)
-    change = {name: None if what == "missing" else tensors[name].T.contiguous()}
-    with pytest.raises(WeightSyncError, match="did not arrive" if what == "missing" else "the sampler holds"):
-        load.copy_weights(target, changed(tensors, **change).items())
+    with pytest.raises(WeightSyncError, match=fault):
+        load.copy_weights(target, spoiled(tensors, name)[fault].items())
     assert digest(target) == before
 
 

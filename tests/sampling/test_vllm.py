@@ -12,13 +12,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from served import IDENTITY, House
+from served import IDENTITY
 from test_local import group_requests
 from tiers import brief
 from tiny_models import VOCAB, build
 from vllm_lookalike import Lookalike
 
-from gspo.errors import ConfigError, DataError, RolloutError, WeightSyncError
+from gspo.errors import ConfigError, RolloutError, WeightSyncError
 from gspo.launcher import engine as serve_engine
 from gspo.sampling.engines import base, vllm
 from gspo.sampling.engines.base import EngineAddress
@@ -28,40 +28,11 @@ from gspo.sampling.remote.discovery import register
 from gspo.sampling.remote.engine import SamplerEngine
 from gspo.sampling.remote.server import SamplerServer
 from gspo.sampling.weights.load import sequence_logp
-from gspo.sampling.weights.publish import publish
 from gspo.types import Request, SampleId, SamplingParams
 
 pytestmark = pytest.mark.run
 
 EOS = 2
-
-
-@pytest.fixture
-def started():
-    """Start lookalikes and samplers over them; everything is closed."""
-    open_ones = []
-
-    def start(model="llama_mha", seed=1, version=0, **how):
-        own = {name: how.pop(name) for name in ("meddle", "pace_s", "stale") if name in how}
-        server = Lookalike(build(model, seed), **own)
-        sampler = VllmSampler(
-            server.endpoint,
-            **{"seed": 5, "num_vocab": VOCAB, "max_context": 64, "eos_token_ids": [EOS], "version": version, **how},
-        )
-        open_ones.append((sampler, server))
-        return sampler, server
-
-    yield start
-    for sampler, server in open_ones:
-        sampler.close()
-        server.close()
-
-
-@pytest.fixture
-def house(tmp_path):
-    house = House(tmp_path)
-    yield house
-    house.close()
 
 
 def run(sampler, requests, deadline_s=20):
@@ -75,8 +46,8 @@ def logp_of(model, prompt, tokens):
     return sequence_logp(model, [[*prompt, *tokens]])[0][len(prompt) - 1 :]
 
 
-def test_kept_sets_are_the_tokens_with_a_finite_processed_log_prob(started):
-    sampler, server = started()
+def test_kept_sets_are_the_tokens_with_a_finite_processed_log_prob(lookalike):
+    sampler, server = lookalike()
     params = SamplingParams(6, top_p=0.9, temperature=0.7, record_kept=True)
     for request in (requests := group_requests(2, 2, params)):
         sampler.submit([request])
@@ -89,7 +60,7 @@ def test_kept_sets_are_the_tokens_with_a_finite_processed_log_prob(started):
         assert 1 < sample.extras.kept.counts.max() < VOCAB
 
 
-def test_a_kept_set_that_is_cut_off_costs_its_sample_and_is_counted(started, monkeypatch):
+def test_a_kept_set_that_is_cut_off_costs_its_sample_and_is_counted(lookalike, monkeypatch):
     monkeypatch.setattr(vllm, "MAX_KEPT", 2)
 
     def meddle(body, reply):
@@ -99,7 +70,7 @@ def test_a_kept_set_that_is_cut_off_costs_its_sample_and_is_counted(started, mon
         return reply
 
     requests = group_requests(2, 1, SamplingParams(4, top_p=0.9, record_kept=True))
-    sampler, _ = started(meddle=meddle)
+    sampler, _ = lookalike(meddle=meddle)
     samples = run(sampler, requests)
     lost, whole = (samples[r.id] for r in requests)
     assert not lost.mask.any()
@@ -109,8 +80,8 @@ def test_a_kept_set_that_is_cut_off_costs_its_sample_and_is_counted(started, mon
     assert sampler.health()["unknown_kept"] == 1
 
 
-def test_samples_carry_their_tokens_log_probs_and_endings(started):
-    sampler, server = started()
+def test_samples_carry_their_tokens_log_probs_and_endings(lookalike):
+    sampler, server = lookalike()
     requests = group_requests(3, 4, SamplingParams(6))
     for id, sample in run(sampler, requests).items():
         prompt = next(r.prompt for r in requests if r.id == id)
@@ -122,90 +93,32 @@ def test_samples_carry_their_tokens_log_probs_and_endings(started):
     assert sampler.health()["requests"] == 12
 
 
-def test_seeds_are_a_function_of_the_key_and_of_nothing_else(started):
-    first, _ = started()
-    second, _ = started()
+def test_seeds_are_a_function_of_the_key_and_of_nothing_else(lookalike):
+    first, _ = lookalike()
+    second, _ = lookalike()
     requests = group_requests(2, 4, SamplingParams(8, ignore_eos=True))
     ours, others = run(first, requests), run(second, requests[::-1])
     assert all(ours[id].tokens.tolist() == others[id].tokens.tolist() for id in ours)
     assert len({tuple(sample.tokens) for sample in ours.values()}) == 8
 
 
-def test_an_interrupted_sample_goes_on_with_its_tokens_and_both_versions(started, tmp_path):
-    sampler, server = started(pace_s=0.03)
-    requests = group_requests(2, 2, SamplingParams(24, ignore_eos=True))
-    sampler.submit(requests)
-    time.sleep(0.4)
-    other = build("llama_mha", 2)
-    published = publish(tmp_path, 1, other.named_parameters())
-    sampler.load_published(1, str(published.path), published.sha256)
-    samples = {sample.id: sample for sample in sampler.completed(20)}
-    assert sampler.health()["partial"] == 4  # the fault: all were interrupted
-    for request in requests:
-        sample = samples[request.id]
-        assert len(sample.tokens) == 24
-        assert set(sample.versions.tolist()) == {0, 1}
-        new = sample.versions == 1
-        said = logp_of(other, request.prompt, sample.tokens.tolist())
-        np.testing.assert_allclose(sample.behavior_logp[new], said[new], atol=1e-5)
-        assert np.abs(sample.behavior_logp - said)[~new].max() > 0.01
-    assert server.calls.count("/reset_prefix_cache") == 1
-
-
-def test_aborted_samples_come_back_as_prefixes_that_can_be_continued(started):
-    sampler, _ = started(pace_s=0.03, concurrent=3)
-    requests = group_requests(2, 3, SamplingParams(20, ignore_eos=True))
-    sampler.submit(requests)
-    time.sleep(0.35)
-    partial_ones = {sample.id: sample for sample in sampler.abort()}
-    assert partial_ones.keys() == {request.id for request in requests}
-    lengths = sorted(len(sample.tokens) for sample in partial_ones.values())
-    assert lengths[:3] == [0, 0, 0]  # three seats: the others were not sent
-    assert 0 < lengths[3] < 20
-    assert list(sampler.completed(1)) == []
-    again = run(sampler, [replace(request, prefix=partial_ones[request.id]) for request in requests])
-    for id, sample in again.items():
-        assert sample.tokens[: len(partial_ones[id].tokens)].tolist() == partial_ones[id].tokens.tolist()
-        assert len(sample.tokens) == 20
-
-
-def test_a_paused_sampler_samples_nothing_until_it_is_resumed(started):
-    sampler, server = started(pace_s=0.02)
-    sampler.submit(group_requests(1, 2, SamplingParams(20, ignore_eos=True)))
-    time.sleep(0.2)
-    sampler.pause()
-    made = server.made
-    assert list(sampler.completed(0.3)) == []
-    assert server.made == made
-    sampler.resume()
-    assert [len(sample.tokens) for sample in sampler.completed(20)] == [20, 20]
-
-
-def test_a_request_that_did_not_come_back_from_an_interruption_is_sent_once_more_and_not_twice(monkeypatch):
+def test_a_request_that_did_not_come_back_from_an_interruption_is_sent_once_more_and_not_twice(lookalike, monkeypatch):
     class Deaf(Lookalike):
         epoch = property(lambda _: 0, lambda *_: None)  # a /pause changes nothing
 
     monkeypatch.setattr(base, "INTERRUPT_S", 0.2)
-    server = Deaf(build("llama_mha", 1), pace_s=0.15)
-    sampler = VllmSampler(server.endpoint, seed=5, num_vocab=VOCAB, max_context=64, eos_token_ids=[EOS], version=0)
-    try:
-        sampler.submit(group_requests(1, 2, SamplingParams(15, ignore_eos=True)))
-        time.sleep(0.1)
-        sampler.pause()
-        assert sampler.health()["waiting"] == 2  # the fault: both were given up
-        sampler.resume()
-        assert [len(sample.tokens) for sample in sampler.completed(20)] == [15, 15]
-        assert {name: sampler.health()[name] for name in ("requests", "lost_replies")} == {
-            "requests": 4,
-            "lost_replies": 0,
-        }
-    finally:
-        sampler.close()
-        server.close()
+    sampler, _ = lookalike(kind=Deaf, pace_s=0.15)
+    sampler.submit(group_requests(1, 2, SamplingParams(15, ignore_eos=True)))
+    time.sleep(0.1)
+    sampler.pause()
+    assert sampler.health()["waiting"] == 2  # the fault: both were given up
+    sampler.resume()
+    assert [len(sample.tokens) for sample in sampler.completed(20)] == [15, 15]
+    assert (sampler.health()["requests"], sampler.health()["lost_replies"]) == (4, 0)
 
 
-def test_a_sample_that_somebody_else_has_interrupted_goes_on(started):
-    sampler, server = started(pace_s=0.03)
+def test_a_sample_that_somebody_else_has_interrupted_goes_on(lookalike):
+    sampler, server = lookalike(pace_s=0.03)
     sampler.submit(group_requests(1, 2, SamplingParams(15, ignore_eos=True)))
     time.sleep(0.2)
     server.epoch += 1  # as a /pause?mode=abort of another client does
@@ -213,9 +126,9 @@ def test_a_sample_that_somebody_else_has_interrupted_goes_on(started):
     assert sampler.health()["partial"] == 2
 
 
-def test_sleep_is_vllms_own_where_it_can_and_a_pause_elsewhere(started):
+def test_sleep_is_vllms_own_where_it_can_and_a_pause_elsewhere(lookalike):
     for can_sleep in (True, False):
-        sampler, server = started(can_sleep=can_sleep)
+        sampler, server = lookalike(can_sleep=can_sleep)
         sampler.sleep()
         sampler.submit(group_requests(1, 1))
         assert list(sampler.completed(0.2)) == []
@@ -224,10 +137,10 @@ def test_sleep_is_vllms_own_where_it_can_and_a_pause_elsewhere(started):
         assert (server.calls.count("/sleep"), server.calls.count("/wake_up")) == (can_sleep, can_sleep)
 
 
-def test_a_stop_string_across_an_interruption_ends_the_sample(started):
+def test_a_stop_string_across_an_interruption_ends_the_sample(lookalike):
     """vLLM looks for it in what it wrote itself; the prefix was written before."""
     text = {i: chr(97 + i % 26) for i in range(VOCAB)}
-    sampler, _ = started(decode=lambda tokens: "".join(text[int(t)] for t in tokens))
+    sampler, _ = lookalike(decode=lambda tokens: "".join(text[int(t)] for t in tokens))
     params = SamplingParams(12, ignore_eos=True)
     whole = run(sampler, [Request(SampleId(0, 0), (5, 6), params)])[SampleId(0, 0)]
     said = replace(
@@ -274,7 +187,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", brief(LIES, *list(LIES)[:4]))
-def test_a_lie_costs_a_sample_and_one_that_is_repeated_the_server(started, lie):
+def test_a_lie_costs_a_sample_and_one_that_is_repeated_the_server(lookalike, lie):
     change, message = LIES[lie]
     told = []
 
@@ -286,8 +199,8 @@ def test_a_lie_costs_a_sample_and_one_that_is_repeated_the_server(started, lie):
 
     params = SamplingParams(5, ignore_eos=True)
     requests = [Request(SampleId(0, i), (7, 8, 9), params) for i in range(3)]
-    sampler, _ = started(meddle=once)
-    honest, _ = started()
+    sampler, _ = lookalike(meddle=once)
+    honest, _ = lookalike()
     ours, expected = run(sampler, requests), run(honest, requests)
     assert told
     assert all(ours[id].tokens.tolist() == expected[id].tokens.tolist() for id in ours)
@@ -295,15 +208,15 @@ def test_a_lie_costs_a_sample_and_one_that_is_repeated_the_server(started, lie):
     assert health["invalid_responses"] + health["lost_replies"] == 1
     assert not health["broken"]
 
-    always, _ = started(meddle=lambda _, reply: change(reply), retries=2)
+    always, _ = lookalike(meddle=lambda _, reply: change(reply), retries=2)
     always.submit(requests[:1])
     with pytest.raises(RolloutError, match=message):
         list(always.completed(20))
     assert always.broken
 
 
-def test_a_server_that_is_not_what_it_must_be_is_refused(started):
-    sampler, server = started()
+def test_a_server_that_is_not_what_it_must_be_is_refused(lookalike):
+    sampler, server = lookalike()
     assert sampler.check_server()["pid"] == 1
     server.results["gspo_state"] = None
     with pytest.raises(ConfigError, match="worker-extension-cls"):
@@ -319,15 +232,8 @@ def test_a_server_that_is_not_what_it_must_be_is_refused(started):
         sampler.check_server()
 
 
-def test_what_cannot_be_sampled_is_refused_at_submit(started):
-    sampler, server = started()
-    with pytest.raises(DataError, match="outside the model's vocabulary"):
-        sampler.submit([Request(SampleId(0, 0), (1, 4000), SamplingParams(4))])
-    assert "/v1/completions" not in server.calls
-
-
-def test_progress_counts_tokens_and_a_silent_server_is_an_error(started):
-    sampler, _ = started()
+def test_progress_counts_tokens_and_a_silent_server_is_an_error(lookalike):
+    sampler, _ = lookalike()
     run(sampler, group_requests(1, 1, SamplingParams(5, ignore_eos=True)))
     assert sampler.progress() == 5
     nobody = VllmSampler(
@@ -350,8 +256,8 @@ def served(house, sampler, index=0, identity=IDENTITY):
     return server
 
 
-def test_a_trainer_samples_through_it_with_verified_weights(started, house):
-    sampler, server = started(seed=99, version=-1)
+def test_a_trainer_samples_through_it_with_verified_weights(lookalike, house):
+    sampler, server = lookalike(seed=99, version=-1)
     served(house, sampler)
     trainer = build("llama_mha", 3)
     client = house.client(reference=trainer)
@@ -367,12 +273,12 @@ def test_a_trainer_samples_through_it_with_verified_weights(started, house):
             assert set(sample.versions.tolist()) == {version}
             said = logp_of(trainer, request.prompt, sample.tokens.tolist())
             np.testing.assert_allclose(sample.behavior_logp, said, atol=1e-5)
-    assert server.calls.count("/collective_rpc") == 2
+    assert [server.calls.count(path) for path in ("/collective_rpc", "/reset_prefix_cache")] == [2, 2]
 
 
-def test_weights_that_arrive_in_part_are_refused_by_the_probe(started, house):
+def test_weights_that_arrive_in_part_are_refused_by_the_probe(lookalike, house):
     """A server that says it has loaded, and keeps the old head: what `reload_weights` alone does to a tied one."""
-    sampler, server = started(seed=99, version=-1, stale=["model.embed_tokens.weight"])
+    sampler, server = lookalike(seed=99, version=-1, stale=["model.embed_tokens.weight"])
     served(house, sampler)
     trainer = build("llama_mha", 3)
     client = house.client(reference=trainer, retries=1)
@@ -390,8 +296,8 @@ def test_weights_that_arrive_in_part_are_refused_by_the_probe(started, house):
         (None, WeightSyncError, "only a part of"),
     ],
 )
-def test_what_the_workers_say_of_a_load_decides(started, house, said, error, message):
-    sampler, server = started(version=-1)
+def test_what_the_workers_say_of_a_load_decides(lookalike, house, said, error, message):
+    sampler, server = lookalike(version=-1)
     server.results["gspo_load"] = said
     served(house, sampler)
     trainer = build("llama_mha", 1)
@@ -401,14 +307,13 @@ def test_what_the_workers_say_of_a_load_decides(started, house, said, error, mes
     assert bool(sampler.broken) == ("refused" not in (said or {}))
 
 
-def test_a_lying_vllm_loses_its_requests_to_an_honest_server(started, house):
-    lying, _ = started(version=-1, meddle=lambda _, reply: choice(logprobs=None)(reply), retries=0)
+def test_a_lying_vllm_loses_its_requests_to_an_honest_server(lookalike, house):
+    lying, _ = lookalike(version=-1, meddle=lambda _, reply: choice(logprobs=None)(reply), retries=0)
     served(house, lying, 0)
-    honest, _ = started(version=-1)
+    honest, _ = lookalike(version=-1)
     served(house, honest, 1)
     trainer = build("llama_mha", 1)
-    client = house.client(2, reference=trainer, retries=3)
-    client.load_weights(0, trainer.named_parameters())
+    client = house.trained(trainer, 2, retries=3)
     requests = group_requests(6, 2, SamplingParams(5))
     client.submit(requests)
     assert {sample.id for sample in client.completed(20)} == {request.id for request in requests}
@@ -416,8 +321,8 @@ def test_a_lying_vllm_loses_its_requests_to_an_honest_server(started, house):
     assert any("log-probs are missing" in note for note in client.said)
 
 
-def test_one_gpu_for_both_sleeps_between_batches_and_wakes_for_weights_and_requests(started, house):
-    sampler, server = started(version=-1, can_sleep=True)
+def test_one_gpu_for_both_sleeps_between_batches_and_wakes_for_weights_and_requests(lookalike, house):
+    sampler, server = lookalike(version=-1, can_sleep=True)
     served(house, sampler)
     trainer = build("llama_mha", 1)
     client = house.client(reference=trainer, colocated=True)
@@ -447,21 +352,21 @@ def watched(monkeypatch, sampler, child, patience_s, seconds):
 
 
 @pytest.mark.full
-def test_a_death_a_break_and_a_silence_are_told_apart_and_work_is_none_of_them(started, monkeypatch):
+def test_a_death_a_break_and_a_silence_are_told_apart_and_work_is_none_of_them(lookalike, monkeypatch):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     endless = group_requests(1, 1, SamplingParams(50, ignore_eos=True))
-    idle, _ = started()
+    idle, _ = lookalike()
     assert watched(monkeypatch, idle, child, 1.0, 2.0) == []
-    working, server = started(pace_s=0.1)
+    working, server = lookalike(pace_s=0.1)
     working.submit(endless)
     assert watched(monkeypatch, working, child, 1.0, 2.0) == []
     assert server.made > 2
-    silent, server = started(pace_s=30)
+    silent, server = lookalike(pace_s=30)
     silent.submit(endless)
     assert watched(monkeypatch, silent, child, 1.0, 20) == ["vLLM has requests but made no token for 1 s"]
     assert server.made == 0
     assert watched(monkeypatch, silent, child, 60, 10) == ["the test is over"]  # broken by the line before
     child.kill()
     child.wait()
-    last, _ = started()
+    last, _ = lookalike()
     assert watched(monkeypatch, last, child, 60, 10) == ["vLLM was killed by SIGKILL"]

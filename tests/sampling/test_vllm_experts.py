@@ -12,7 +12,6 @@ import torch
 from real_vllm import REASON, gap, give, nudge, started
 from test_local import group_requests
 from test_vllm import run
-from test_vllm import started as lookalike  # noqa: F401 - a fixture
 from tiny_models import build
 
 from gspo.config import load
@@ -44,7 +43,7 @@ def routes_of(model, prompt, tokens):
 
 
 @pytest.mark.run
-def test_routes_are_of_the_prompt_and_of_the_position_before_each_token(lookalike):  # noqa: F811
+def test_routes_are_of_the_prompt_and_of_the_position_before_each_token(lookalike):
     sampler, server = lookalike("qwen3_moe", experts=experts_of(build("qwen3_moe"), needed=True))
     sampler.check_server()
     requests = group_requests(2, 2, SamplingParams(6, ignore_eos=True))
@@ -58,7 +57,7 @@ def test_routes_are_of_the_prompt_and_of_the_position_before_each_token(lookalik
 
 
 @pytest.mark.run
-def test_a_continued_sample_keeps_the_routes_of_its_first_tokens(lookalike):  # noqa: F811
+def test_a_continued_sample_keeps_the_routes_of_its_first_tokens(lookalike):
     sampler, _ = lookalike("qwen3_moe", experts=experts_of(build("qwen3_moe"), needed=True))
     (request,) = group_requests(1, 1, SamplingParams(4, ignore_eos=True))
     first = run(sampler, [request])[request.id]
@@ -87,7 +86,7 @@ BAD_ROUTES = {
 
 @pytest.mark.run
 @pytest.mark.parametrize("fault", BAD_ROUTES)
-def test_routes_that_cannot_be_true_are_an_invalid_response(lookalike, fault):  # noqa: F811
+def test_routes_that_cannot_be_true_are_an_invalid_response(lookalike, fault):
     faults = [fault]
 
     def meddle(body, reply):
@@ -106,7 +105,7 @@ def test_routes_that_cannot_be_true_are_an_invalid_response(lookalike, fault):  
 
 
 @pytest.mark.run
-def test_a_server_without_routes_is_refused_by_its_flag(lookalike):  # noqa: F811
+def test_a_server_without_routes_is_refused_by_its_flag(lookalike):
     sampler, _ = lookalike("llama_mha", experts=Experts(1, 1, 4, needed=True))
     with pytest.raises(ConfigError, match="--enable-return-routed-experts"):
         sampler.check_server()

@@ -14,7 +14,6 @@ import pytest
 import torch
 from real_vllm import REASON, VERSION, gap, give, nudge, started
 from safetensors.torch import load_file, save_file
-from served import House
 from test_vllm import run, served
 
 from gspo.errors import WeightSyncError
@@ -46,13 +45,6 @@ def policy():
     model = embedded.build("embedded:tiny")[0]
     nudge(model)
     return PolicyModule(model)
-
-
-@pytest.fixture
-def house(tmp_path):
-    house = House(tmp_path)
-    yield house
-    house.close()
 
 
 def test_weights_reach_it_whole_and_the_log_probs_are_the_trainers(vllm, policy, tmp_path):

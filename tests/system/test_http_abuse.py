@@ -19,10 +19,10 @@ import raw_http
 from endpoints import Policy, endpoint
 from made_runs import make_run, step_row
 from processes import until
-from raw_http import WRONG_HEADS, begin_and_stall, receive, until_hung_up
+from raw_http import WRONG_BODIES, WRONG_HEADS, begin_and_stall, receive, until_hung_up
 from served import TOKEN, House
 
-from gspo.envs import PER_EPISODE, OpenEpisode
+from gspo.envs import PER_EPISODE, ROUTES, OpenEpisode
 from gspo.report import Watch
 from gspo.system import http
 
@@ -37,6 +37,9 @@ class Target:
     key: str
     path: str  # of a right GET; for watch it has the key
     post: str | None
+    other_key: str = ""  # of the same kind, and not for these routes
+    routes: tuple[tuple[str, str], ...] = ()  # all that need the key, and some that are none
+    no_key: bytes = b""  # what a refusal says of a missing key
 
     @property
     def port(self):
@@ -70,11 +73,16 @@ def target(request, tmp_path_factory):
         stack.enter_context(pytest.MonkeyPatch.context()).setattr(http, "GRACE_S", 0.05)
         if request.param == "endpoint":
             server, _, _, key = stack.enter_context(endpoint())
-            made = Target(server, key, "/e/7-0/v1/models", "/e/7-0/v1/chat/completions")
+            none = (("PUT", "/reward"), ("BREW", "/pot"), ("GET", ""), ("GET", "/v1/models/policy"))
+            routes = tuple((method, f"/e/7-0{path}") for method, path in (*ROUTES, *none))
+            made = Target(server, key, "/e/7-0/v1/models", "/e/7-0/v1/chat/completions", server.key("8-0"), routes,
+                          b'"code": "invalid_api_key"')  # fmt: skip
         elif request.param == "sampler":
             house = House(folder)
             stack.callback(house.close)
-            made = Target(house.serve(), TOKEN, "/health", "/abort")
+            server = house.serve()
+            none = (("PUT", "/abort"), ("BREW", "/pot"), ("OPTIONS", "*"), ("GET", "/x"))
+            made = Target(server, TOKEN, "/health", "/abort", f"{TOKEN}s", (*server.calls, *none), b"token of GSPO_")
         else:
             run = make_run(folder / "exp" / "trial", [step_row(1)])
             server = Watch(run, lambda run: {"unreadable": "not asked"})
@@ -83,6 +91,14 @@ def target(request, tmp_path_factory):
         made.server.body_s = made.server.head_s = 0.5
         made.server.max_body = 100_000 if made.post else 0
         yield made
+
+
+@pytest.fixture
+def taker(target):
+    """A server with routes that take a body, and with its key in a header (not in the paths: test_watch.py)."""
+    if target.post is None:
+        pytest.skip("no route of this server takes a body")
+    return target
 
 
 def statuses(reply: bytes) -> list[int]:
@@ -215,22 +231,46 @@ def test_nothing_after_a_close_is_answered(target):
 
 
 @pytest.mark.parametrize(("status", "change"), WRONG_HEADS)
-def test_a_wrong_head_is_refused_before_its_body_is_read(target, status, change):
-    if target.post is None:
-        pytest.skip("no route of this server takes a body")
-    head = raw_http.head(target.port, target.key, **{"method": "POST", "path": target.post, **change})
-    assert raw_http.talk(target.port, head, b"{}")[0] == status
+def test_a_wrong_head_is_refused_before_its_body_is_read(taker, status, change):
+    head = raw_http.head(taker.port, taker.key, **{"method": "POST", "path": taker.post, **change})
+    assert raw_http.talk(taker.port, head, b"{}")[0] == status
 
 
-def test_a_compressed_body_is_not_unpacked(target):
-    if target.post is None:
-        pytest.skip("no route of this server takes a body")
+def test_a_compressed_body_is_not_unpacked(taker):
     body = b"\x1f\x8b\x08" + b"\0" * 50
     change = {"Content-Length": str(len(body)), "Content-Encoding": "gzip", "Content-Type": "application/json"}
-    assert refused(target, target.head("POST", target.post, **change) + b"\r\n" + body) == [400]
+    assert refused(taker, taker.head("POST", taker.post, **change) + b"\r\n" + body) == [400]
+
+
+@pytest.mark.parametrize("body", [*WRONG_BODIES, b"{}", b'{"model": 3, "session": 1}', b'"\\ud8"', b'{"session": "s"}'])
+def test_a_wrong_body_is_refused_by_every_route(taker, body):
+    for method, path in taker.routes:
+        if method == "POST" and (path, body) != ("/attach", b'{"session": "s"}'):  # which is right
+            head = raw_http.head(taker.port, taker.key, method, path, **{"Content-Length": str(len(body))})
+            status, reply = raw_http.talk(taker.port, head, body)
+            assert status in (400, 409)
+            error = json.loads(reply)["error"]
+            if taker.path.startswith("/e/"):  # in OpenAI's words
+                assert (status, set(error)) == (400, {"message", "type", "param", "code"})
+                assert error["type"] == "invalid_request_error"
+            assert error
 
 
 # Keys, names, paths
+
+
+@pytest.mark.parametrize(
+    "secret", [None, "", "Bearer", "Bearer wrong", "Basic KEY", "Bearer SHORT", "Bearer ü", "Bearer OTHER"]
+)
+def test_no_route_answers_without_the_key(taker, secret):
+    for word, key in (("KEY", taker.key), ("SHORT", taker.key[:-1]), ("OTHER", taker.other_key)):
+        secret = secret and secret.replace(word, key)
+    for method, path in taker.routes:
+        head = raw_http.head(taker.port, taker.key, method, path, Authorization=secret)
+        status, reply = raw_http.talk(taker.port, head, b"{}")
+        assert status == (400 if method == "BREW" else 401)  # the parser does not know that method
+        assert status == 400 or taker.no_key in reply
+        assert taker.key.encode() not in reply
 
 
 @pytest.mark.parametrize(
@@ -282,12 +322,10 @@ def test_an_upgrade_does_not_happen(target, upgrade):
     assert target.is_well()
 
 
-def test_expecting_100_is_answered_only_to_those_with_a_key(target):
-    if target.post is None:
-        pytest.skip("no route of this server takes a body")
+def test_expecting_100_is_answered_only_to_those_with_a_key(taker):
     fields = {"Expect": "100-continue", "Content-Length": "2", "Content-Type": "application/json"}
-    head = target.head("POST", target.post, **fields, Authorization=None)
-    assert refused(target, head + b"\r\n") == [401]
+    head = taker.head("POST", taker.post, **fields, Authorization=None)
+    assert refused(taker, head + b"\r\n") == [401]
 
 
 # Time and number (B8, B9)
@@ -421,11 +459,9 @@ def test_connections_that_are_reset_leave_nothing_behind(target):
 @pytest.mark.parametrize(
     "body", [b"9" * 5000, b'{"a":' * 10_000, b"[" * 50_000, b'{"model": NaN}', b'"\\ud800"', b"{}" * 9]
 )
-def test_a_hostile_json_body_is_400(target, body):
-    if target.post is None:
-        pytest.skip("no route of this server takes a body")
+def test_a_hostile_json_body_is_400(taker, body):
     fields = {"Content-Length": str(len(body)), "Content-Type": "application/json"}
-    assert refused(target, target.head("POST", target.post, **fields) + b"\r\n" + body)[0] in (400, 409)
+    assert refused(taker, taker.head("POST", taker.post, **fields) + b"\r\n" + body)[0] in (400, 409)
 
 
 def test_a_reply_of_the_guard_is_json_without_the_request_in_it(target):

@@ -7,6 +7,7 @@ import loop_rewards
 import pytest
 from processes import files_up_to
 from training_runs import digests, metrics, path_of, train
+from word_tokenizers import tokenizer_of
 
 from gspo.data import Dataset, make_dataset
 from gspo.errors import CheckpointError, ConfigError, DataError, RewardError
@@ -59,12 +60,7 @@ def test_a_token_id_outside_the_vocabulary_is_refused_before_anything_is_sampled
 
 
 def test_a_tokenizer_of_another_model_is_refused_at_load(tmp_path):
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = {str(i): i for i in range(100)}
-    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="0")), eos_token="1")
-    other.save_pretrained(tmp_path / "tokenizer")
+    tokenizer_of(map(str, range(100)), eos_token="1").save_pretrained(tmp_path / "tokenizer")
     with pytest.raises(DataError, match=r"token ids up to 99 but .* embeddings for 32.*tokenizer_path"):
         train(tmp_path, f"tokenizer_path={tmp_path / 'tokenizer'}")
 

@@ -4,9 +4,9 @@ import json
 import time
 
 import pytest
-import torch
 import vision_zoo
 from killed_runs import Runs, fired
+from tiers import brief
 from training_runs import RANKED, SFT, digests, metrics, path_of
 
 from gspo import rng
@@ -34,17 +34,19 @@ def runs(tiny):
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory, runs):
     """Twenty steps without interruption."""
-    root = tmp_path_factory.mktemp("straight")
-    assert runs.run(root) == 0
-    return digests(path_of(root))
+    return finished(runs, tmp_path_factory.mktemp("straight"))
 
 
-def killed_then_finished(runs, root, faults):
+def killed_then_finished(runs, root, faults, *overrides):
     """One kill after another, each asserted to have happened, then to the end."""
     for number, fault in enumerate(faults, 1):
-        assert runs.run(root, fault=f"{fault}:kill") == -9, (root / "out.txt").read_text()[-2000:]
-        assert len(fired(root)) == number
-    assert runs.run(root) == 0, (root / "out.txt").read_text()[-2000:]
+        assert runs.run(root, *overrides, fault=f"{fault}:kill") == -9, (root / "out.txt").read_text()[-2000:]
+        assert fired(root)[number - 1 :] == [f"{fault}:kill"]
+    return finished(runs, root, *overrides)
+
+
+def finished(runs, root, *overrides):
+    assert runs.run(root, *overrides) == 0, (root / "out.txt").read_text()[-2000:]
     return digests(path_of(root))
 
 
@@ -61,65 +63,85 @@ def test_every_site_of_the_injector_is_killed_at_or_has_a_test_of_its_own():
     assert set(SITES) == {*VISITS, *servers, *command, "checkpoint.replace"}
 
 
-@pytest.mark.parametrize(
-    "fault",
-    ["rollout.token:90", "checkpoint.sync:9",
-     *(pytest.param(site, marks=pytest.mark.full)
-       for site in ("reward.submit:31", "train.backward:9", "train.updated:9", "checkpoint.prune:1"))],
+SIGNALS = ("term", "int", "usr1")
+PHASES = (
+    "rollout.token:60", "reward.wait:4", "train.backward:7", "train.optimizer:12", "record.samples:5",
+    "record.metrics:6", "eval.begin:2", "checkpoint.file:2",
 )  # fmt: skip
-def test_a_run_killed_at_a_phase_and_run_again_is_the_uninterrupted_one(runs, straight, tmp_path, fault):
-    assert killed_then_finished(runs, tmp_path, [fault]) == straight
+KILLED = (
+    "rollout.token:90", "checkpoint.sync:9", "reward.submit:31", "train.backward:9", "train.updated:9",
+    "checkpoint.prune:1",
+)  # fmt: skip
+FULL = ("record.samples:4", "record.metrics:5", "checkpoint.file:6", "checkpoint.rename:2")
+# Of every fault: the exit code, and what the run says.
+FAULTS = {
+    **{f"{site}:kill": (-9, ()) for site in KILLED},
+    **{f"{site}:{name}": (3, ()) for site in PHASES for name in SIGNALS},  # saved: not finished, and no error
+    **{f"start.{what}:1:{name}": (130, ()) for what in ("model", "data", "sampler") for name in SIGNALS},  # at once
+    "end.close:1:term": (0, ()),  # after the last step: finished
+    **{f"{site}:full": (1, ("No space left", "cluster.fileroot")) for site in FULL},
+}
+QUICK = ("rollout.token:90:kill", "checkpoint.sync:9:kill", "record.samples:5:term", "start.data:1:usr1")
 
 
-@pytest.mark.full
-def test_a_supervised_run_killed_between_two_updates_is_the_uninterrupted_one(runs, tmp_path):
-    short = ("total_train_steps=4", "saver.freq_steps=1", "saver.keep=9", "evaluator.freq_steps=0", *SFT)
-    scheduled = (*short, "actor.optimizer.lr_scheduler_type=linear", "actor.ppo_n_minibatches=2")
-    assert runs.run(tmp_path / "straight", *scheduled) == 0
-    rates = [row["optimizer/lr"] for row in metrics(path_of(tmp_path / "straight")) if row["step"]]
-    assert rates == sorted(rates, reverse=True)
-    assert len(set(rates)) == 4
+@pytest.mark.parametrize("fault", brief(FAULTS, *QUICK, "checkpoint.file:6:full"))
+def test_a_kill_a_signal_and_a_full_disk_end_a_run_as_documented_and_the_same_command_goes_on_to_the_same_end(
+    runs, straight, tmp_path, fault
+):
+    code, words = FAULTS[fault]
+    assert runs.run(tmp_path, fault=fault) == code
+    assert fired(tmp_path) == [fault]
+    said = (tmp_path / "out.txt").read_text()
+    assert all(word in said for word in words)
+    assert (digests(path_of(tmp_path)) if code == 0 else finished(runs, tmp_path)) == straight
+
+
+SHORT = ("total_train_steps=5", RANKED)
+SCHEDULED = ("actor.optimizer.lr_scheduler_type=linear", "actor.ppo_n_minibatches=2")
+# Of other kinds of runs: what they change, and where they are killed.
+KINDS = {
     # Update 6 is the second one of step 3; step 2 was saved.
-    assert runs.run(tmp_path / "killed", *scheduled, fault="train.updated:6:kill") == -9
-    assert fired(tmp_path / "killed") == ["train.updated:6:kill"]
-    assert runs.run(tmp_path / "killed", *scheduled) == 0
-    assert digests(path_of(tmp_path / "killed")) == digests(path_of(tmp_path / "straight"))
+    "supervised, between two updates": (
+        ("total_train_steps=4", "saver.freq_steps=1", "saver.keep=9", "evaluator.freq_steps=0", *SFT, *SCHEDULED),
+        ["train.updated:6"],
+    ),
+    # Two mini-batches and two passes: update 15 is the first one of the second pass of step 4, after a save at 3.
+    "in a second pass over its batch": (("actor.ppo_epochs=2", *SHORT), ["train.updated:15"]),
+    "with images": (
+        (*SHORT, "actor.path={folder}/model", "train_dataset.path={folder}/rows.jsonl", "train_dataset.size=null",
+         "gconfig.max_new_tokens=6"),
+        ["rollout.token:20", "train.updated:9"],
+    ),
+    "with groups waiting": (
+        ("rollout.max_head_offpolicyness=2", "actor.use_decoupled_loss=true", "total_train_steps=8"),
+        [f"{site}:{visit}" for site, visits in {
+            "checkpoint.file": (5, 8, 11), "rollout.token": (20, 90), "reward.submit": (15, 25), "reward.wait": (4,),
+            "train.backward": (5,), "train.updated": (7,), "record.metrics": (5,), "eval.begin": (2,),
+            "checkpoint.sync": (9,), "checkpoint.rename": (2,), "checkpoint.prune": (1,),
+        }.items() for visit in visits],
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.full
-def test_a_run_killed_in_a_second_pass_over_its_batch_is_the_uninterrupted_one(runs, tmp_path):
-    """Two mini-batches and two passes: update 15 is the first one of the second pass of step 4, after a save at 3."""
-    short = ("actor.ppo_epochs=2", "total_train_steps=5", RANKED)
-    assert runs.run(tmp_path / "straight", *short) == 0
-    whole = digests(path_of(tmp_path / "straight"))
-    root = tmp_path / "killed"
-    assert runs.run(root, *short, fault="train.updated:15:kill") == -9
-    assert fired(root) == ["train.updated:15:kill"]
-    assert [row["step"] for row in metrics(path_of(root))][-1] == 3
-    assert runs.run(root, *short) == 0
-    assert digests(path_of(root)) == whole
-    assert runs.run(tmp_path / "one pass", *short[1:]) == 0
-    assert digests(path_of(tmp_path / "one pass"))["model.safetensors"] != whole["model.safetensors"]
-
-
-@pytest.mark.full
-def test_a_run_with_images_that_is_killed_and_run_again_is_the_uninterrupted_one(runs, tmp_path):
-    vision_zoo.write_folder("qwen3_vl", tmp_path / "model")
-    vision_zoo.model("qwen3_vl", torch.float32).save_pretrained(tmp_path / "model")
-    lines = []
-    for number in range(16):
-        vision_zoo.image(16, 16, number).open().save(tmp_path / f"{number}.png")
-        lines.append(json.dumps({"prompt": "what?", "image": f"{number}.png", "answer": "a"}))
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    shown = (f"actor.path={tmp_path / 'model'}", f"train_dataset.path={tmp_path / 'rows.jsonl'}", RANKED)
-    shown += ("train_dataset.size=null", "total_train_steps=5", "gconfig.max_new_tokens=6")
-    assert runs.run(tmp_path / "straight", *shown) == 0, (tmp_path / "straight" / "out.txt").read_text()[-2000:]
-    whole = digests(path_of(tmp_path / "straight"))
-    for fault in ("rollout.token:20", "train.updated:9"):
-        root = tmp_path / fault.replace(":", "-")
-        assert runs.run(root, *shown, fault=f"{fault}:kill") == -9
-        assert runs.run(root, *shown) == 0
-        assert digests(path_of(root)) == whole
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_of_another_kind_that_is_killed_and_run_again_is_the_uninterrupted_one(runs, tmp_path, kind):
+    overrides, faults = KINDS[kind]
+    if kind == "with images":
+        vision_zoo.model_folder(tmp_path / "model"), vision_zoo.shown_rows(tmp_path, 16)
+        overrides = [override.format(folder=tmp_path) for override in overrides]
+    whole = finished(runs, tmp_path / "straight", *overrides)
+    for fault in faults:
+        assert killed_then_finished(runs, tmp_path / fault, [fault], *overrides) == whole, fault
+    if kind == "supervised, between two updates":
+        rates = [row["optimizer/lr"] for row in metrics(path_of(tmp_path / "straight")) if row["step"]]
+        assert rates == sorted(rates, reverse=True)
+        assert len(set(rates)) == 4
+    if kind == "in a second pass over its batch":
+        assert runs.run(tmp_path / "killed", *overrides, fault=f"{faults[0]}:kill") == -9
+        assert [row["step"] for row in metrics(path_of(tmp_path / "killed"))][-1] == 3
+        assert finished(runs, tmp_path / "one pass", *SHORT)["model.safetensors"] != whole["model.safetensors"]
 
 
 @pytest.mark.full
@@ -178,9 +200,8 @@ def test_a_crash_at_every_operation_of_a_save_leaves_the_step_or_the_one_before(
             assert isinstance(manifest, dict)
             assert manifest["step"] == steps[-1]
             assert len(steps) in (1, 2)
-            assert runs.run(root) == 0
+            assert finished(runs, root) == straight
             assert not list(folder.glob(".*"))
-            assert digests(path_of(root)) == straight
 
 
 @pytest.mark.full
@@ -194,58 +215,14 @@ def test_a_kill_while_an_older_checkpoint_of_the_step_is_replaced_loses_nothing(
     state.write_text(state.read_text().replace("1", "2", 1))
     assert runs.run(root, fault="checkpoint.replace:1:kill") == -9
     assert fired(root)[-1] == "checkpoint.replace:1:kill"
-    assert runs.run(root) == 0
-    assert digests(path_of(root)) == straight
-
-
-FULL = pytest.mark.full
-PHASES = (
-    "rollout.token:60", "reward.wait:4", "train.backward:7", "train.optimizer:12", "record.samples:5",
-    "record.metrics:6", "eval.begin:2", "checkpoint.file:2",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "site"),
-    [
-        pytest.param(name, site, marks=() if (name, i) == ("term", 4) else FULL)  # one of them in `make test`
-        for name in ("term", "int", "usr1")
-        for i, site in enumerate(PHASES)
-    ],
-)
-def test_a_signal_in_any_phase_saves_ends_as_documented_and_resumes_to_the_same_end(
-    runs, straight, tmp_path, site, name
-):
-    assert runs.run(tmp_path, fault=f"{site}:{name}") == 3  # not finished, and no error
-    assert fired(tmp_path) == [f"{site}:{name}"]
-    assert runs.run(tmp_path) == 0
-    assert digests(path_of(tmp_path)) == straight
-
-
-@pytest.mark.parametrize(
-    "site",
-    [
-        "checkpoint.file:6",
-        *(pytest.param(site, marks=FULL) for site in ("record.samples:4", "record.metrics:5", "checkpoint.rename:2")),
-    ],
-)
-def test_a_full_disk_is_a_typed_error_and_the_same_command_goes_on(runs, straight, tmp_path, site):
-    assert runs.run(tmp_path, fault=f"{site}:full") == 1
-    assert fired(tmp_path) == [f"{site}:full"]
-    said = (tmp_path / "out.txt").read_text()
-    assert "No space left" in said
-    assert "cluster.fileroot" in said
-    assert runs.run(tmp_path) == 0
-    assert digests(path_of(tmp_path)) == straight
+    assert finished(runs, root) == straight
 
 
 @pytest.mark.full
 def test_hash_seeds_and_worker_counts_do_not_reach_the_run(runs, straight, tmp_path):
     """Scheduling noise: promise table, test 13. Thread count is part of a run's identity."""
     for workers in (1, 3):
-        root = tmp_path / str(workers)
-        assert runs.run(root, f"reward.workers={workers}") == 0
-        assert digests(path_of(root)) == straight
+        assert finished(runs, tmp_path / str(workers), f"reward.workers={workers}") == straight
 
 
 def test_a_fault_is_armed_by_the_environment_alone_and_a_wrong_one_is_refused():
@@ -268,25 +245,24 @@ def test_a_run_that_stands_still_ends_itself_names_the_phase_and_dumps_its_stack
     assert "stalled: no progress for 2 s after 'reward'" in said
     assert "stall_timeout" in said
     assert "producer.py" in log  # where it stood
-    assert runs.run(tmp_path) == 0
-    assert digests(path_of(tmp_path)) == straight
+    assert finished(runs, tmp_path) == straight
 
 
-@pytest.mark.parametrize(
-    ("site", "what"),
-    [
-        ("start.data", "loading the data (train_dataset, valid_dataset)"),
-        pytest.param("start.model", "loading the model (actor.path)", marks=FULL),
-        pytest.param("start.sampler", "starting the sampler", marks=FULL),
-        pytest.param("end.close", "closing the run", marks=FULL),
-    ],
-)
-def test_a_run_that_hangs_while_it_starts_or_ends_ends_itself_and_names_what_it_did(runs, tmp_path, site, what):
+HANGS = {
+    "start.data": "loading the data (train_dataset, valid_dataset)",
+    "start.model": "loading the model (actor.path)",
+    "start.sampler": "starting the sampler",
+    "end.close": "closing the run",
+}
+
+
+@pytest.mark.parametrize("site", brief(HANGS, "start.data"))
+def test_a_run_that_hangs_while_it_starts_or_ends_ends_itself_and_names_what_it_did(runs, tmp_path, site):
     overrides = ("stall_timeout=5", "total_train_steps=1", "evaluator.size=4")
     assert runs.run(tmp_path, *overrides, fault=f"{site}:1:hang") == 1
     assert fired(tmp_path) == [f"{site}:1:hang"]
     said, log = (tmp_path / "out.txt").read_text(), (path_of(tmp_path) / "log.txt").read_text()
-    assert f"stalled: no progress for 5 s after {what!r}" in said
+    assert f"stalled: no progress for 5 s after {HANGS[site]!r}" in said
     assert "stall_timeout" in said
     assert "faults.py" in log  # where it stood
 
@@ -298,30 +274,6 @@ def test_a_chat_template_that_never_ends_is_ended_and_the_row_is_named(runs, tmp
     assert code == 1
     said = (tmp_path / "out.txt").read_text()
     assert "stalled: no progress for 5 s after 'rendering row 0 of train_dataset'" in said
-
-
-@pytest.mark.parametrize(
-    ("name", "site"),
-    [
-        pytest.param(name, site, marks=() if (name, site) == ("usr1", "start.data") else FULL)
-        for name in ("term", "int", "usr1")
-        for site in ("start.model", "start.data", "start.sampler")
-    ],
-)
-def test_a_signal_while_the_run_starts_ends_it_at_once_and_the_same_command_runs_it(
-    runs, straight, tmp_path, site, name
-):
-    assert runs.run(tmp_path, fault=f"{site}:1:{name}") == 130
-    assert fired(tmp_path) == [f"{site}:1:{name}"]
-    assert runs.run(tmp_path) == 0
-    assert digests(path_of(tmp_path)) == straight
-
-
-@pytest.mark.full
-def test_a_signal_after_the_last_step_leaves_the_run_finished(runs, straight, tmp_path):
-    assert runs.run(tmp_path, fault="end.close:1:term") == 0
-    assert fired(tmp_path) == ["end.close:1:term"]
-    assert digests(path_of(tmp_path)) == straight
 
 
 @pytest.mark.full
@@ -343,5 +295,4 @@ def test_a_second_trainer_is_refused_although_the_lock_file_was_deleted(runs, st
     assert runs.run(tmp_path) == 1
     assert "in use by another trainer" in (tmp_path / "out.txt").read_text()
     first.close()
-    assert runs.run(tmp_path) == 0
-    assert digests(path_of(tmp_path)) == straight
+    assert finished(runs, tmp_path) == straight

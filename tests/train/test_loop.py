@@ -1,15 +1,15 @@
 import gzip
 import json
 import os
+import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import loop_rewards
 import numpy as np
 import pytest
 import torch
+from made_runs import strict
 from safetensors.numpy import load_file
 from tiers import brief
 from training_runs import (
@@ -47,6 +47,13 @@ FOUR = ("total_train_steps=4", "evaluator.freq_steps=2", "saver.freq_steps=2")
 def straight(tmp_path_factory, tiny):
     """Four steps without interruption."""
     return train(tmp_path_factory.mktemp("straight"), *FOUR)
+
+
+@pytest.fixture
+def used(straight, tmp_path):
+    """A directory with a copy of that run."""
+    shutil.copytree(straight[1], path_of(tmp_path))
+    return tmp_path
 
 
 def interrupt(number=signal.SIGINT):
@@ -145,13 +152,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on_to_the_same_en
     assert got == want
 
 
-def test_only_damaged_checkpoints_are_an_error_and_never_a_silent_start_from_scratch(tmp_path):
-    _, path = train(tmp_path, "total_train_steps=1")
+def test_only_damaged_checkpoints_are_an_error_and_never_a_silent_start_from_scratch(used):
+    path = path_of(used)
     rows = metrics(path)
     for folder in (path / "checkpoints").iterdir():
         (folder / "state.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
-        train(tmp_path)
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints"):
+        train(used, *FOUR)
     assert metrics(path) == rows
 
 
@@ -170,13 +177,6 @@ def test_micro_batches_change_no_result(straight, tmp_path):
 
 
 # The run directory
-
-
-def strict(text):
-    def refuse(word):
-        raise AssertionError(f"{word} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
 
 
 METRICS = {
@@ -293,13 +293,11 @@ def test_held_out_problems_are_none_of_the_training_problems(straight):
     assert not held_out & {trainer.parts.data.prompt(i).text for i in range(len(trainer.parts.data))}
 
 
-def test_held_out_accuracy_of_the_untrained_model_is_measured_at_step_0(straight, tmp_path):
+def test_held_out_accuracy_of_the_untrained_model_is_measured_at_step_0(straight):
     _, path = straight
     first = metrics(path)[0]
     assert first["step"] == 0
     assert 0 < first["eval/accuracy"] < 1
-    _, quiet = train(tmp_path, "evaluator.at_start=false", "total_train_steps=1")
-    assert [row["step"] for row in metrics(quiet)] == [1]
 
 
 @pytest.mark.full
@@ -336,11 +334,11 @@ def test_without_evaluation_no_held_out_problem_is_needed(tmp_path):
 # Whose directory is it
 
 
-def test_other_settings_in_a_used_directory_are_refused_with_what_differs(tmp_path):
-    _, path = train(tmp_path, "total_train_steps=1")
+def test_other_settings_in_a_used_directory_are_refused_with_what_differs(used):
+    path = path_of(used)
     before = digests(path)
     with pytest.raises(ConfigError) as caught:
-        train(tmp_path, "actor.eps_clip=0.01", "gconfig.n_samples=8", "saver.keep=5")
+        train(used, *FOUR, "actor.eps_clip=0.01", "gconfig.n_samples=8", "saver.keep=5")
     message = str(caught.value)
     assert "actor.eps_clip: 0.002 → 0.01" in message
     assert "gconfig.n_samples: 4 → 8" in message
@@ -409,11 +407,10 @@ def test_a_second_trainer_in_the_same_directory_is_refused_and_the_first_goes_on
     assert len(metrics(path)) == 2
 
 
-def test_a_finished_run_is_left_as_it_is(tmp_path):
-    _, path = train(tmp_path, "total_train_steps=1")
-    before = digests(path)
-    trainer, _ = train(tmp_path, "total_train_steps=1")
-    assert trainer.parts.state.step == 1
+def test_a_finished_run_is_left_as_it_is(used):
+    before = digests(path_of(used))
+    trainer, path = train(used, *FOUR)
+    assert trainer.parts.state.step == 4
     assert digests(path) == before
 
 
@@ -423,33 +420,6 @@ def test_a_longer_run_goes_on_from_a_shorter_one(straight, tmp_path):
     train(tmp_path, *FOUR, "total_train_steps=2")
     _, mine = train(tmp_path, *FOUR)
     assert digests(mine) == digests(path)
-
-
-@pytest.mark.full
-def test_ctrl_c_saves_says_how_to_go_on_and_exits_130(tmp_path):
-    words = [
-        sys.executable, "-m", "gspo", "train", str(tmp_path / "run.yaml"), f"cluster.fileroot={tmp_path}",
-        "total_train_steps=1000", "actor.path=embedded:tiny", "train_dataset.path=embedded:arithmetic:2-3",
-        "train_dataset.size=200", "train_dataset.batch_size=4", "gconfig.n_samples=4", "gconfig.max_new_tokens=24",
-        "evaluator.size=4", "threads=1", "algorithm=gspo",
-    ]  # fmt: skip
-    (tmp_path / "run.yaml").write_text("trial_name: stopped\n")
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step") and " 2/1000" in line:
-            process.send_signal(signal.SIGINT)
-            break
-    out, err = process.communicate(timeout=60)
-    path = tmp_path / "gspo" / "stopped"
-    assert process.returncode == 130, err
-    assert "SIGINT: saving after this step" in out
-    assert "run the same command again to resume" in out
-    assert "Traceback" not in err
-    last = metrics(path)[-1]["step"]
-    assert last >= 2
-    folder = path / "checkpoints" / f"step_{last:06d}"
-    assert checkpoint.verify(folder)["step"] == last
 
 
 # What a caller brings
@@ -468,7 +438,7 @@ def test_a_reward_function_by_name_runs_in_a_worker_and_is_logged_by_its_label(t
 
 @pytest.mark.parametrize("reward", [loop_rewards.lengths, [loop_rewards.digits, "final"]])
 def test_a_python_function_is_a_reward(tmp_path, reward):
-    _, path = train(tmp_path, reward=reward, workflow=None)
+    _, path = train(tmp_path, "total_train_steps=1", reward=reward, workflow=None)
     rows = samples(path, 1)
     if callable(reward):
         assert [r["reward"] for r in rows] == [len(r["completion"]) for r in rows]
@@ -476,7 +446,7 @@ def test_a_python_function_is_a_reward(tmp_path, reward):
         assert [r["reward_parts"]["digits"] for r in rows] == [
             loop_rewards.digits(r["completion"], r["answer"]) for r in rows
         ]
-    assert len(metrics(path)) == 4
+    assert len(metrics(path)) == 2
 
 
 def test_a_callers_rows_are_trained_on_and_a_part_of_them_is_held_out(tmp_path):

@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 import torch
 from http_judge import JudgeServer, serving
-from tokenizers import Tokenizer, models, pre_tokenizers
 from training_runs import assert_resumes, digests, make_trainer, metrics, samples, train
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    PreTrainedTokenizerFast,
 )
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+from word_tokenizers import tokenizer_of
 
 from gspo.errors import ConfigError, DataError, RewardError
 from gspo.models import embedded, load_tokenizer
@@ -65,10 +64,7 @@ def moody(folder):
 
 def with_tokenizer(model, folder):
     model.save_pretrained(folder)
-    vocabulary = {"[PAD]": 0, **{letter: i for i, letter in enumerate(ALPHABET, 1)}}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[PAD]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]").save_pretrained(folder)
+    tokenizer_of(["[PAD]", *ALPHABET], pad_token="[PAD]").save_pretrained(folder)
     return folder
 
 

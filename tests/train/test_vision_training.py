@@ -31,12 +31,6 @@ def data_of(processor, first, key="train_dataset"):
     return data
 
 
-def model_folder(folder):
-    vision_zoo.write_folder("qwen3_vl", folder)
-    vision_zoo.model("qwen3_vl", torch.float32).save_pretrained(folder)
-    return folder
-
-
 def run_of(folder, runs, *overrides):
     """The trainer and the run directory of a short run."""
     processor = load_processor(str(folder), vision_zoo.tokenizer())
@@ -48,7 +42,7 @@ def run_of(folder, runs, *overrides):
 
 @pytest.mark.run
 def test_a_run_with_images_trains_resumes_and_exports_with_its_processor(tmp_path):
-    folder = model_folder(tmp_path / "model")
+    folder = vision_zoo.model_folder(tmp_path / "model")
     trainer, whole = run_of(folder, tmp_path / "whole")
     # Two steps in one process, and one step in each of two: the same numbers.
     run_of(folder, tmp_path / "parts", "total_train_steps=1")
@@ -84,7 +78,7 @@ def test_a_run_with_images_trains_resumes_and_exports_with_its_processor(tmp_pat
     ],
 )
 def test_variants_of_a_run_train_with_images(overrides, tmp_path):
-    folder = model_folder(tmp_path / "model")
+    folder = vision_zoo.model_folder(tmp_path / "model")
     _, run = run_of(folder, tmp_path / "runs", *(override.format(folder=folder) for override in overrides))
     rows = [row for row in metrics(run) if row["step"] > 0]
     assert len(rows) == 2
@@ -93,7 +87,7 @@ def test_variants_of_a_run_train_with_images(overrides, tmp_path):
 
 @pytest.mark.full
 def test_a_frozen_tower_encodes_every_prompt_of_a_run_once(tmp_path):
-    folder = model_folder(tmp_path / "model")
+    folder = vision_zoo.model_folder(tmp_path / "model")
     trainer, _ = run_of(folder, tmp_path / "runs", "actor.freeze_vision=true", "actor.ppo_epochs=2")
     # Two steps of two prompts, four held-out ones, and the two prompts of the probe.
     assert trainer.parts.learner.policy.vision.num_encoded == 4 + 4 + 2
@@ -113,8 +107,7 @@ def test_a_folder_without_a_usable_processor_trains_on_text(content, reason, tmp
 
 
 def test_a_model_with_an_optional_tower_is_loaded_with_it_if_freeze_vision_is_set(tmp_path):
-    vision_zoo.write_folder(vision_zoo.HYBRID, tmp_path)
-    vision_zoo.model(vision_zoo.HYBRID, torch.float32).save_pretrained(tmp_path)
+    vision_zoo.model_folder(tmp_path, vision_zoo.HYBRID)
     for given, name in ([], "Qwen3_5ForCausalLM"), (["false"], "Qwen3_5ForConditionalGeneration"):
         overrides = [f"actor.path={tmp_path}", *(f"actor.freeze_vision={value}" for value in given)]
         model = load_model(str(tmp_path), images=with_tower(load(None, overrides).config))
@@ -178,7 +171,7 @@ def test_text_is_not_refused():
 
 @pytest.mark.full
 def test_a_file_of_rows_with_images_trains(tmp_path):
-    folder = model_folder(tmp_path / "model")
+    folder = vision_zoo.model_folder(tmp_path / "model")
     lines = []
     for number in range(12):
         vision_zoo.image(16, 16, number).open().save(tmp_path / f"{number}.png")

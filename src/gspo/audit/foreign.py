@@ -87,10 +87,15 @@ class Draft:
         if value is not None and value not in harmless:
             self.notes.append(f"{name}={value} is part of {self.system}'s training and not of this explanation")
 
-    def normalise(self, mean: str, std: str | None, theirs: str) -> None:
+    def normalise(self, mean: str | None, std: str | None, theirs: str) -> None:
         """The advantage as `actor.reward_norm`."""
         self.set("actor.reward_norm.mean_level", mean, theirs)
         self.set("actor.reward_norm.std_level", std, theirs)
+
+    def whiten(self, theirs: str) -> None:
+        """Advantages normalised over the batch's tokens."""
+        self.set("actor.adv_norm.mean_level", "batch", theirs)
+        self.set("actor.adv_norm.std_level", "batch", theirs)
 
     def correct(self, level: str, action: str, upper: float, theirs: str) -> None:
         """The weight π_old/μ as `actor.rejection_sampling`; for a sequence these systems multiply its token ratios."""

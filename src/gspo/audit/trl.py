@@ -133,7 +133,12 @@ def _gate(draft: Draft, loss: str) -> None:
         if draft.get("epsilon_high") is None and "actor.eps_clip" in draft.keys:
             draft.set("actor.eps_clip_higher", draft.keys["actor.eps_clip"], "epsilon, because epsilon_high is unset")
         if isinstance(bound := draft.get("delta"), int | float):
-            draft.set("actor.c_clip", bound, "delta")
+            # TRL limits the ratio before it clips it: below 1 + ε_high, delta is the upper bound for A > 0, and
+            # 1 + ε_high is that for A < 0.
+            high = draft.keys.get("actor.eps_clip_higher", 0.2)
+            draft.set("actor.c_clip", max(bound, 1 + high), "delta")
+            if 1 < bound < 1 + high:
+                draft.set("actor.eps_clip_higher", bound - 1, "delta")
         return
     draft.unset("actor.eps_clip", "actor.eps_clip_higher")
     # epsilon_high is the bound of the weight itself here, not a distance from 1.

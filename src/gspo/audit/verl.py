@@ -97,24 +97,22 @@ def _clip(draft: Draft, mode: str) -> None:
 
 def _aggregation(draft: Draft, mode: str) -> None:
     chosen = str(draft.get(f"{A}loss_agg_mode", "token-mean"))
-    if mode == "gspo":
-        draft.set("actor.loss_aggregation", "sequence_mean", "policy_loss.loss_mode=gspo")
-        if chosen != "seq-mean-token-mean":
-            draft.notes.append(
-                f"loss_agg_mode={chosen} has no effect: verl's gspo loss always takes the mean per sequence"
-            )
-    elif chosen in AGGREGATIONS and mode != "geo_mean":
+    if chosen in AGGREGATIONS and mode != "geo_mean":
         draft.set("actor.loss_aggregation", AGGREGATIONS[chosen], f"loss_agg_mode={chosen}")
+    if mode == "gspo" and chosen != "seq-mean-token-mean":
+        draft.notes.append(f"loss_agg_mode={chosen}: older versions of verl (0.7) take the mean per sequence instead")
 
 
 def _advantage(draft: Draft, gae: bool) -> None:
     estimator = str(draft.get("algorithm.adv_estimator", "gae"))
     if gae:
         draft.set("critic.path", str(draft.get("critic.model.path", "the critic")), "critic.model.path")
+        draft.whiten("algorithm.adv_estimator")
     elif estimator in ("rloo", "rloo_vectorized"):
         draft.normalise("leave1out", None, "algorithm.adv_estimator")
-    elif estimator == "reinforce_plus_plus":
-        draft.normalise("batch", "batch", "algorithm.adv_estimator")
+    elif estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        draft.normalise("group" if estimator.endswith("baseline") else None, None, "algorithm.adv_estimator")
+        draft.whiten("algorithm.adv_estimator")
     elif estimator == "gdpo":
         draft.notes.append("algorithm.adv_estimator=gdpo: reward.normalize: each; it is shown as grpo's advantage")
     elif estimator not in ("grpo", "grpo_vectorized"):

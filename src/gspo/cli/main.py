@@ -100,7 +100,7 @@ def _type(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def available_verbs() -> dict[str, Verb]:
     """The table without the verbs of a clone, if this is an installed package; those say where they are."""
-    return {name: verb for name, verb in VERBS.items() if name != "bench" or laboratory() is not None}
+    return {name: verb for name, verb in VERBS.items() if not verb.run.startswith("lab.") or laboratory()}
 
 
 def help_text() -> str:

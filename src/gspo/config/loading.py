@@ -1,7 +1,6 @@
 """`load`: a tree of values becomes one valid, resolved config with the origin of every key.
 
-A message has the key, the value, the place, the nearest known name and the remedy. All problems of a config are
-collected before any is raised.
+A message has the key, the value, the place, the nearest known name and the remedy.
 
 text → tree with places (yaml_tree) → `${…}` replaced (interpolate) → old keys migrated (migrate/table) →
 names, types and bounds checked (validate) → unset keys filled in (resolve). All problems are reported together.
@@ -18,21 +17,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gspo.config import yaml_tree
+from gspo.algorithms import ALGORITHMS, EPS_KEYS, algorithm_of, is_function
 from gspo.config import yaml_tree as tree
-from gspo.config.resolve import Loaded, Origin, origin_of, resolve, value_of
+from gspo.config.resolve import DEFAULT_ALGORITHM, Loaded, Origin, level_of, origin_of, resolve, value_of
 from gspo.config.schema import Config, Key, Section, keys_of, known_keys
-from gspo.config.yaml_tree import (
-    Node,
-    Override,
-    describe,
-    interpolate,
-    is_failed,
-    leaves,
-    parse_override,
-    section_behind,
-    shorten,
-)
+from gspo.config.yaml_tree import Node, Override
 from gspo.errors import ConfigError
 from gspo.shipped import find_config, installed_path
 from gspo.system import by_name
@@ -68,7 +57,8 @@ def unknown_key(name: str, place: str, names: Iterable[str] | None = None) -> st
     leaf = name.rpartition(".")[2]
     theirs = by_name(FOREIGN_KEY)(name)
     # A known name in another section is more likely a key in the wrong place than a key of another system.
-    if theirs is not None and (theirs.key in (name, leaf + ".*") or not _is_ours(leaf) or "." not in name):
+    is_ours = "." in name and any(known.rpartition(".")[2] == leaf for known in known_keys())
+    if theirs is not None and (theirs.key in (name, leaf + ".*") or not is_ours):
         return f"{place}: {theirs.complaint(name)}"
     near = nearest(name, known_keys() if names is None else names)
     if near is None:
@@ -78,40 +68,36 @@ def unknown_key(name: str, place: str, names: Iterable[str] | None = None) -> st
     return f"{place}: {name} is not a known key; the nearest is {near}: use that, or remove it"
 
 
-def _is_ours(leaf: str) -> bool:
-    return any(known.rpartition(".")[2] == leaf for known in known_keys())
-
-
-def build_config(tree: Node, problems: list[str]) -> tuple[Config | None, dict[str, str]]:
+def build_config(root: Node, problems: list[str]) -> tuple[Config | None, dict[str, str]]:
     """The config that a tree describes, with defaults elsewhere, and the place of every key that was written.
 
     Problems are appended; the config is None where there were any.
     """
-    places = {name: node.place for name, node in yaml_tree.walk(tree) if name in known_keys()}
+    places = {name: node.place for name, node in tree.walk(root) if name in known_keys()}
     try:
-        return Config.model_validate(tree.data()), places
+        return Config.model_validate(root.data()), places
     except ValidationError as error:
         # A union reports one error for each of its branches, so errors are grouped by key.
         errors = error.errors(include_url=False, include_input=False, include_context=False)
     found: dict[str, tuple[Node, set[str]]] = {}
     for each in errors:
-        name, node = _locate(tree, each["loc"])
+        name, node = _locate(root, each["loc"])
         found.setdefault(name, (node, set()))[1].add(each["type"])
     # Some values are valid after a conversion. If any was converted, validate again: the remaining errors are then
     # reported by the second pass.
     accepted = [name for name, (node, kinds) in found.items() if _accept(name, node, kinds)]
     if accepted:
-        return build_config(tree, problems)[0], places
+        return build_config(root, problems)[0], places
     for name, (node, kinds) in found.items():
         # A failed interpolation was reported already.
-        if not is_failed(node):
+        if not tree.is_failed(node):
             problems += _messages(name, node, kinds)
     return None, places
 
 
-def _locate(tree: Node, loc: tuple[int | str, ...]) -> tuple[str, Node]:
+def _locate(root: Node, loc: tuple[int | str, ...]) -> tuple[str, Node]:
     """The name and node that an error of pydantic's is about; the branch of a union at the end of `loc` is left out."""
-    name, node = "", tree
+    name, node = "", root
     for part in loc:
         if isinstance(part, int) and isinstance(node.value, list):
             name, node = f"{name}[{part}]", node.value[part]
@@ -159,10 +145,11 @@ def _messages(name: str, node: Node, kinds: set[str]) -> Iterable[str]:
         return
     key = _key_at(name)
     if "finite_number" in kinds:
-        leaf = next(leaf for leaf in leaves(node) if isinstance(leaf.value, float) and not math.isfinite(leaf.value))
+        floats = (leaf for leaf in tree.leaves(node) if isinstance(leaf.value, float))
+        leaf = next(leaf for leaf in floats if not math.isfinite(leaf.value))
         yield f"{leaf.place}: {key.name} must be a finite number, got {leaf.text or leaf.value}"
     elif "int_64_bits" in kinds:
-        yield f"{node.place}: {key.name} must fit into 64 bits, got {shorten(node.text)}"
+        yield f"{node.place}: {key.name} must fit into 64 bits, got {tree.shorten(node.text)}"
     elif kinds & _BOUNDS:
         yield f"{node.place}: {key.name} must be {key.bounds}, got {node.text or node.value} ({key.doc.rstrip('.')})"
     else:
@@ -179,7 +166,7 @@ def _unknown(name: str, node: Node) -> Iterable[str]:
 
 
 def _wrong(key: Key, node: Node) -> str:
-    message = f"{node.place}: {key.name} must be {key.wanted}, got {describe(node)}"
+    message = f"{node.place}: {key.name} must be {key.wanted}, got {tree.describe(node)}"
     # Add the most specific hint: a similar choice, quotes, an integer; otherwise the description of the key.
     if key.choices and isinstance(node.value, str):
         near = difflib.get_close_matches(node.value, [str(choice) for choice in key.choices], n=1)
@@ -211,16 +198,18 @@ def load(path: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] =
     path, root = _read(path)
     problems: list[str] = []
     messages: list[str] = []
+    in_file = root.copy()
     # Problems are collected up to `build_config`, so that the user sees all of them in one run.
     for text in overrides:
         try:
-            _override(root, parse_override(text), problems)
+            _override(root, tree.parse_override(text), problems)
         except ConfigError as error:
             problems.append(str(error))
     # After the overrides: `${key}` must give the overridden value.
-    problems += interpolate(root, lambda reference: _elsewhere(root, reference))
+    problems += tree.interpolate(root, lambda reference: _elsewhere(root, reference))
     # After interpolation, because a migration rule converts values, not references.
     by_name(MIGRATION).migrate(root, problems, messages)
+    _drop_eps_of_another_level(root, in_file, messages)
     config, places = build_config(root, problems)
     # `resolve` needs a config that passed validation.
     tree.fail(problems)
@@ -266,6 +255,33 @@ def _override(root: Node, override: Override, problems: list[str]) -> None:
         tree.pop(root, key)
 
 
+def _drop_eps_of_another_level(root: Node, in_file: Node, messages: list[str]) -> None:
+    """Remove ε that a file chose for another ratio level than that of an `algorithm` on the command line.
+
+    Ranges of token ratios and of sequence ratios differ by orders of magnitude. An ε on the command line stays.
+    """
+    chosen = tree.get(root, "algorithm")
+    if chosen is None or not chosen.from_command_line:
+        return
+
+    def level(values: Node) -> str | None:
+        keys = ("algorithm", "actor.importance_sampling_level")
+        name, own = (str(node.data()) if (node := tree.get(values, key)) else None for key in keys)
+        name = name or ("ppo" if tree.get(values, "critic") else DEFAULT_ALGORITHM)
+        known = name in ALGORITHMS or is_function(name)
+        return level_of(algorithm_of(name), own).partition("_")[0] if known else None
+
+    before, now = level(in_file), level(root)
+    for key in EPS_KEYS if None not in (before, now) and before != now else ():
+        eps = tree.get(root, f"actor.{key}")
+        if eps is not None and eps.value is not None and not eps.from_command_line:
+            tree.pop(root, f"actor.{key}")
+            messages.append(
+                f"{eps.place}: actor.{key} {eps.text or eps.value} is dropped: it is a range of {before} ratios, and "
+                f"algorithm={chosen.data()} has {now} ratios; set actor.{key} on the command line to choose it"
+            )
+
+
 def _is_known(key: str) -> bool:
     keys = known_keys()
     free = (name for name, known in keys.items() if known.free)
@@ -277,7 +293,7 @@ def _open_references(root: Node, key: str) -> None:
     names = key.split(".")
     for depth in range(1, len(names)):
         section = tree.get(root, ".".join(names[:depth]))
-        target = None if section is None else section_behind(root, section)
+        target = None if section is None else tree.section_behind(root, section)
         if section is not None and target is not None:
             section.value = target.copy().value
 
@@ -289,13 +305,12 @@ def _elsewhere(root: Node, reference: str) -> Node | None:
         if node is not None:
             return node
     key = known_keys().get(by_name(MIGRATION).renamed(reference))
-    if key is not None:
-        return Node({} if key.section is not None and not key.nullable else _default_node(key.default), "default")
-    return Node(None, "default") if by_name(MIGRATION).is_known(reference) else None
-
-
-def _default_node(default: object) -> object:
-    return [Node(item, "default", text=str(item)) for item in default] if isinstance(default, list) else default
+    if key is None:
+        return Node(None, "default") if by_name(MIGRATION).is_known(reference) else None
+    default = {} if key.section is not None and not key.nullable else key.default
+    if isinstance(default, list):
+        default = [Node(item, "default", text=str(item)) for item in default]
+    return Node(default, "default")
 
 
 def _origins(config: Config, places: dict[str, str]) -> dict[str, Origin]:

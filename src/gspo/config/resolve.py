@@ -19,24 +19,25 @@ from typing import Any, Literal, NamedTuple, TypedDict
 from gspo.algorithms import ALGORITHMS, CORRECTIONS, GATES, LEVEL_DEFAULTS, Algorithm, algorithm_of, is_function
 from gspo.config.backends import SAMPLERS, TRAINERS, parse_backend
 from gspo.config.layout import layout_of
-from gspo.config.schema import ENVIRONMENT_ROWS, Config, Correction, EvalGeneration, RewardNorm, Section
-from gspo.config.yaml_tree import COMMAND_LINE, escape
+from gspo.config.schema import ENVIRONMENT_ROWS, Config, Correction, EvalGeneration, Norm, RewardNorm, Section
+from gspo.config.yaml_tree import AREAL, COMMAND_LINE, escape
 from gspo.system import number, visible_gpus
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Who decided a key: the user (file or command line), the algorithm, the level, another key, or the schema.
+    """Who decided a key: the user (file or command line), the algorithm, the level, another key, or a default (of the
+    schema, or AReaL's for a file of AReaL's).
 
     >>> str(Origin("file", "run.yaml:7")), str(Origin("algorithm", "gspo")), str(Origin("default"))
     ('run.yaml:7', 'algorithm gspo', 'default')
     """
 
-    kind: Literal["file", "command line", "algorithm", "level", "derived", "default"]
+    kind: Literal["file", "command line", "algorithm", "level", "derived", "default", "areal"]
     detail: str = ""
 
     def __str__(self) -> str:
-        if self.kind in ("file", "derived"):
+        if self.kind in ("file", "derived", "areal"):
             return self.detail
         return f"{self.kind} {self.detail}".rstrip()
 
@@ -46,6 +47,8 @@ class Origin:
 
 
 def origin_of(place: str) -> Origin:
+    if place == AREAL:
+        return Origin("areal", place)
     return Origin("command line") if place == COMMAND_LINE else Origin("file", place)
 
 
@@ -93,9 +96,6 @@ class Loaded:
             return False
 
 
-# -- A config as text ------------------------------------------------------------------------------------------
-
-
 def dump(loaded: Loaded) -> str:
     """The resolved config with every key and the origin of its value; `load` of it gives an equal config."""
     lines = ["# The resolved config: every key, and the origin of its value."]
@@ -110,11 +110,8 @@ def _dump_section(section: Any, prefix: str, indent: str, loaded: Loaded) -> Ite
             yield f"{indent}{name}:"
             yield from _dump_section(value, key + ".", indent + "  ", loaded)
         else:
-            yield f"{indent}{name}: {written(value)}  # {_comment(str(loaded.origins[key]))}"
-
-
-def _comment(text: str) -> str:
-    return re.sub(r"[^\x20-\x7e\xa1-\ufefe]", "?", text)
+            origin = re.sub(r"[^\x20-\x7e\xa1-\ufefe]", "?", str(loaded.origins[key]))
+            yield f"{indent}{name}: {written(value)}  # {origin}"
 
 
 def written(value: Any) -> str:
@@ -182,7 +179,7 @@ class ObjectiveSettings(TypedDict):
     name: str
     level: str  # token, sequence or sequence_token
     gate: str
-    advantage: str  # the algorithm's, or the name of what actor.reward_norm computes; "reward_norm" if it has no name
+    advantage: str  # the algorithm's, or what the norms compute: a name of _advantage, "reward_norm" if it has none
     aggregation: str
     settings: dict[str, Any]
     eps_auto: bool  # eps_clip: auto; the run replaces clip_low and clip_high in every step
@@ -222,7 +219,7 @@ def effective_objective(loaded: Loaded) -> ObjectiveSettings:
         name=algorithm.name,
         level=level,
         gate=algorithm.gate,
-        advantage=_advantage(algorithm, actor.reward_norm),
+        advantage=_advantage(algorithm, actor.reward_norm, actor.adv_norm),
         aggregation=str(actor.loss_aggregation),
         settings=settings,
         eps_auto=auto,
@@ -234,12 +231,12 @@ def effective_objective(loaded: Loaded) -> ObjectiveSettings:
 
 def same_as(objective: ObjectiveSettings) -> str | None:
     """The preset with exactly these parts: grpo with level sequence is gspo."""
-    if objective["of_user"]:
-        return None
-    for algorithm in ALGORITHMS.values():
-        if all(getattr(algorithm, part) == objective[part] for part in ("level", "gate", "advantage", "aggregation")):
-            return algorithm.name
-    return None
+    return None if objective["of_user"] else _preset_of(objective, "level", "gate", "advantage", "aggregation")
+
+
+def _preset_of(objective: ObjectiveSettings, *parts: str) -> str | None:
+    same = (a.name for a in ALGORITHMS.values() if all(getattr(a, part) == objective[part] for part in parts))
+    return next(same, None)
 
 
 def objective_words(loaded: Loaded) -> str:
@@ -249,21 +246,23 @@ def objective_words(loaded: Loaded) -> str:
     >>> objective_words(load(None, ["algorithm=gspo", "actor.ppo_n_minibatches=2"]))
     'GSPO (one ratio per completion), clip 3e-4/4e-4, 2 updates per batch'
     """
-    objective, updates = (
-        effective_objective(loaded),
-        (loaded.config.actor.ppo_n_minibatches or 1) * loaded.config.actor.ppo_epochs,
-    )
+    objective, actor = effective_objective(loaded), loaded.config.actor
     settings, name = objective["settings"], same_as(objective) or objective["name"]
-    if is_supervised(loaded.config):
-        return f"{name.upper()} (likelihood of the data's completions), {updates} update{'s' * (updates > 1)} per batch"
-    if algorithm_in(loaded.config).of_user:
-        return f"{objective['name']} (an objective of your own), {updates} update{'s' * (updates > 1)} per batch"
+    # Files of AReaL's have token_mean. That is DAPO's loss, but DAPO also samples groups again.
+    is_other = same_as(objective) is None or name.upper() == "DAPO" != objective["name"].upper()
+    near = _preset_of(objective, "level", "gate", "advantage") if is_other else None
+    shown = f"{near.upper()} with {objective['aggregation']}" if near else name.upper()
     ratio = "one ratio per token" if objective["level"] == "token" else "one ratio per completion"
-    parts = [f"{name.upper()} ({ratio})"]
-    if objective["eps_auto"]:
+    parts = [f"{shown} ({ratio})"]
+    if is_supervised(loaded.config):
+        parts = [f"{shown} (likelihood of the data's completions)"]
+    elif objective["of_user"]:
+        parts = [f"{name} (an objective of your own)"]
+    elif objective["eps_auto"]:
         parts.append("automatic clip range")
     elif GATES[objective["gate"]].has_range:
         parts.append(f"clip {number(settings['clip_low'])}/{number(settings['clip_high'])}")
+    updates = (actor.ppo_n_minibatches or 1) * actor.ppo_epochs
     return ", ".join([*parts, f"{updates} update{'s' * (updates > 1)} per batch"])
 
 
@@ -317,18 +316,21 @@ _NAMED_NORMS = {
     "group_std": {"mean_level": "group", "std_level": "group"},
     "group_mean": {"mean_level": "group", "std_level": None},
     "leave_one_out": {"mean_level": "leave1out", "std_level": None},
-    "batch": {"mean_level": "batch", "std_level": "batch"},
 }
+OVER_THE_BATCH = {"mean_level": "batch", "std_level": "batch"}  # actor.adv_norm of the advantage `batch`
 
 
-def _advantage(algorithm: Algorithm, norm: RewardNorm | None) -> str:
+def _advantage(algorithm: Algorithm, norm: RewardNorm | None, adv_norm: Norm | None) -> str:
     if norm is None or algorithm.advantage in ("gae", "teacher"):
         return algorithm.advantage
-    # A known norm is shown by its name.
+    # A known norm is shown by its name. The reward itself, normalised over the batch's tokens, is REINFORCE++.
+    if norm == RewardNorm() and adv_norm is not None and adv_norm.model_dump() == OVER_THE_BATCH:
+        return "batch"
     return next((name for name, named in _NAMED_NORMS.items() if norm.model_dump() == named), "reward_norm")
 
 
 DEFAULT = Origin("default")
+DEFAULT_ALGORITHM = "grpo"  # without a critic
 WITH_ROWS = ("gymnasium:", "openenv:", "verifiers:")  # environments that bring their own problems
 
 
@@ -410,7 +412,7 @@ class _Resolver:
     def fill_objective(self) -> None:
         has_critic = self.config.critic is not None
         by_critic = Origin("derived", "from critic") if has_critic else DEFAULT
-        self.fill("algorithm", "ppo" if has_critic else "grpo", by_critic)
+        self.fill("algorithm", "ppo" if has_critic else DEFAULT_ALGORITHM, by_critic)
         # The defaults of the algorithm hold for its own ratio level. If the user chose another level, the clip range
         # and the aggregation come from that level, because ε of a token ratio and of a sequence ratio differ by orders
         # of magnitude.
@@ -433,6 +435,11 @@ class _Resolver:
         self.fill("actor.ppo_n_minibatches", algorithm.minibatches, by_algorithm)
         self.fill("actor.zero_variance_groups", algorithm.zero_variance_groups, by_algorithm)
         self.fill("actor.overlong_reward_penalty", algorithm.overlong_penalty, by_algorithm)
+        if algorithm.advantage == "batch" and self.config.actor.adv_norm is None:
+            self.values["actor.adv_norm"] = Norm()
+            self.origins.pop("actor.adv_norm", None)
+            for name, value in OVER_THE_BATCH.items():
+                self.put(f"actor.adv_norm.{name}", value, by_algorithm)
         if algorithm.supervised:
             # A row has one completion, and no π_old is needed, so no pass computes it.
             if not self.is_set("gconfig.n_samples"):

@@ -495,7 +495,9 @@ class Correction(Section):
     )
     level: Literal["token", "sequence"] = key("token", "Compare each token, or each sequence, with the bounds.")
     action: Literal["mask", "clamp"] = key(
-        "mask", "Outside the bounds: drop it (mask), or truncate the weight (clamp)."
+        "mask",
+        "Outside the bounds: drop it (mask), or truncate the weight (clamp). A dropped token is not in the ratio of "
+        "its sequence either.",
     )
     metric: Literal["ratio", "kl_k1", "kl_k2", "kl_k3"] = key("ratio", "The quantity that is compared with the bounds.")
     upper: float | None = key(5.0, "Upper bound; null: none.")
@@ -503,7 +505,8 @@ class Correction(Section):
     agg: Literal["mean", "sum", "max", "product"] = key(
         "mean",
         "How tokens are reduced to a sequence. The ratio is reduced in log space. With mean, sum and max the weight of "
-        "a sequence is the geometric mean of its token ratios; with product it is their product.",
+        "a sequence is the geometric mean of its token ratios; with product it is their product. With a kl metric each "
+        "token keeps its own ratio as weight.",
     )
 
 
@@ -616,8 +619,12 @@ class Actor(Section):
 
     # Rewards and advantages.
     reward_norm: RewardNorm | None = key(None, "Normalisation of rewards.", unset="the algorithm's advantage")
-    adv_norm: Norm | None = key(None, "Normalisation of advantages after GAE; null: none.")
-    discount: float = key(1.0, "γ of GAE.", low=0.0, high=1.0)
+    adv_norm: Norm | None = key(
+        None,
+        "Normalisation of the final advantages over trained tokens: a completion counts by its length; null: none, "
+        "except with reinforce_pp.",
+    )
+    discount: float = key(1.0, "γ: the reward at the end is discounted per token.", low=0.0, high=1.0)
     gae_lambda: float = key(1.0, "λ of GAE.", low=0.0, high=1.0)
     overlong_reward_penalty: bool | Annotated[float, Gt(0.0)] | None = key(
         None,
@@ -630,7 +637,11 @@ class Actor(Section):
         unset="a fifth of max_new_tokens",
         low=1,
     )
-    mask_no_eos_with_zero: bool = key(False, "Set the advantage of truncated completions to 0.")
+    mask_no_eos_with_zero: bool | Literal["reward"] = key(
+        False,
+        "true: set the advantage of truncated completions to 0; reward: set their normalised reward to 0, before KL, "
+        "critic and adv_norm, as AReaL does.",
+    )
     reward_bias: float = key(0.0, "Added to every reward, before scaling.")
     reward_scaling: float = key(1.0, "Every reward is multiplied by it, after the bias.")
     reward_clip: float = key(20.0, "Rewards are clipped to ± this value, after scaling.", above=0.0)

@@ -22,6 +22,7 @@ from gspo.shipped import example_files
 
 COMMAND_LINE = "command line"
 DICT = "dict"  # the place of keys of a Python dict
+AREAL = "AReaL's default"  # the place of values that a file of AReaL's leaves to AReaL (migrate/areal.py)
 MAX_FILE_BYTES = 1 << 20
 MAX_NODES = 50_000  # a config has hundreds; only an explosion of aliases has more
 MAX_DEPTH = 50
@@ -82,20 +83,17 @@ def fail(problems: Sequence[str]) -> None:
 
 
 def by_line(sentences: Sequence[str]) -> list[str]:
-    """Sentences that begin with their place, in the order of the file; others, and the command line's, after them.
+    """Sentences that begin with their place, in the order of the file; AReaL's defaults first, all others last.
 
-    >>> by_line(["a.yaml:10: x", "command line: y", "a.yaml:9: z"])
-    ['a.yaml:9: z', 'a.yaml:10: x', 'command line: y']
+    >>> by_line(["a.yaml:10: x", "command line: y", "a.yaml:9: z", "AReaL's default: w"])
+    ["AReaL's default: w", 'a.yaml:9: z', 'a.yaml:10: x', 'command line: y']
     """
 
     def line(sentence: str) -> float:
         match = re.match(r".*?:(\d+): ", sentence)
-        return int(match[1]) if match else math.inf
+        return int(match[1]) if match else -1 if sentence.startswith(AREAL) else math.inf
 
     return sorted(sentences, key=line)
-
-
-# -- YAML ---------------------------------------------------------------------------------------------------
 
 
 def read(path: Path) -> Node:
@@ -295,9 +293,6 @@ def shorten(text: str, width: int = 80) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-# -- Paths in a tree ----------------------------------------------------------------------------------------
-
-
 def get(root: Node, key: str) -> Node | None:
     """The node at a dotted key, or None."""
     node = root
@@ -353,9 +348,6 @@ def leaves(node: Node) -> Iterator[Node]:
         yield node
 
 
-# -- Values that could not be interpolated -------------------------------------------------------------------
-
-
 class _Failed(str):
     """A value that could not be interpolated. It marks the node, so that the problem is reported once."""
 
@@ -403,7 +395,6 @@ class _Interpolator:
 
     def settle(self, node: Node, trail: tuple[str, ...]) -> bool:
         """Make a node free of references; False where that failed (and was reported)."""
-        # A node can be reached twice: by its place in the tree and through a reference.
         if node.settled:
             return not is_failed(node)
         if isinstance(node.value, (list, dict)):
@@ -415,7 +406,6 @@ class _Interpolator:
             # One reference alone keeps the target's type; a reference inside other text becomes part of a string.
             whole = _REFERENCE.fullmatch(node.value.strip())
             good = self.whole(node, whole[1].strip(), trail) if whole else self.embed(node, trail)
-            # FAILED marks the node, so that later steps do not report it again.
             if not good:
                 node.value = FAILED
         node.settled = True

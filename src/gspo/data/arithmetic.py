@@ -56,7 +56,6 @@ def worked(operands: Sequence[int], forgets: Sequence[bool] = ()) -> Problem:
     >>> worked((37, 48), forgets=(False, True)).solution
     '7+8+0=15,3+4+0=07>75'
     """
-    # From the right; `written` collects the digits of the result.
     carry, columns, written = 0, [], ""
     for place in range(len(str(max(operands)))):
         if place < len(forgets) and forgets[place]:

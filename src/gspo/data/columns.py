@@ -140,7 +140,6 @@ _CHUNK = 4096
 
 @lru_cache(maxsize=8)
 def _drawn(seed: int, weights: tuple[float, ...], start: int, count: int) -> NDArray[np.int64]:
-    # bounds: [sources], upper ends of the intervals in [0, 1]; u: [count].
     bounds = np.cumsum(weights) / np.sum(weights)
     u = rng.uniform(seed, "mixture", start + np.arange(count))
     # The last bound may round to less than 1, so the index is limited.

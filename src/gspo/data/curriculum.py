@@ -82,7 +82,6 @@ class Curriculum:
         weights = np.where(free, weights, 0.0) if free.any() else weights
         cumulative = np.cumsum(weights)
         u = float(rng.uniform(self._seed, "curriculum", submission)) * cumulative[-1]
-        # The first cumulative weight above u; rounding may put u at the end.
         index = min(int(np.searchsorted(cumulative, u, side="right")), int(np.flatnonzero(weights)[-1]))
         return int(rows[index])
 

@@ -94,7 +94,6 @@ class Dataset:
         return len(self.rows)
 
     def prompt(self, row: int) -> Prompt:
-        # Rendering and tokenizing is done once per row.
         if row not in self._prompts:
             self._prompts[row] = self._render(row)
         return self._prompts[row]

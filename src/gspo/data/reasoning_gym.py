@@ -49,7 +49,6 @@ def task_rows(
     for first in range(0, _ROUNDS * num_drawn, num_drawn):
         for entry in _entries(task, start + first, num_drawn, dict(options)):
             question = str(entry["question"])
-            # The split is decided by the question's text, so the same question is never in both.
             if share == 1.0 or in_held_out(question, _SHARE) == held_out:
                 found.setdefault(question, {"question": question, "answer": entry["answer"], "entry": entry})
             if len(found) == count:
@@ -154,7 +153,6 @@ def _in_parallel(task: str, seed: int, count: int, options: dict[str, Any], firs
     if any(process.returncode for process, _ in started):
         data = _create(task, seed, count, options)
         return [dict(data[i]) for i in range(first, count)]
-    # Restore the order: problem i is the next line of process i mod n.
     parts = [iter(output.splitlines()) for output in outputs]
     return [_unpacked(json.loads(next(parts[i % workers]))) for i in range(count - first)]
 

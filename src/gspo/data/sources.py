@@ -57,7 +57,6 @@ def divide(texts: Sequence[str]) -> Division:
         return Division(held)
     if total < FEW:
         return Division(None, f"{total} rows are too few to hold some out, so evaluation uses the training rows")
-    # Equal prompts are told apart by their position among each other.
     seen, keys = Counter[str](), list[int]()
     for text in texts:
         keys.append(_hash(f"{text} {seen[text]}"))
@@ -167,15 +166,14 @@ def read_file(path: Path, key: str = "train_dataset") -> list[Row]:
                 f"({human(memory)}); rows are kept in memory"
             )
     try:
-        # Opening a FIFO would wait for its other end.
-        if path.exists() and not path.is_file():
-            raise DataError(f"{key}.path: {path} is not a regular file; move it away")
         if path.suffix == ".jsonl":
             return list(_read_jsonl(path))
         if path.suffix == ".json":
             content = parse_json(path.read_text(encoding="utf-8-sig"))
-            rows = content if isinstance(content, list) else content.get("data") if isinstance(content, dict) else None
-            return [_row(row, f"{path}: entry {i}") for i, row in enumerate(_listed(rows, path))]
+            rows = content.get("data") if isinstance(content, dict) else content
+            if not isinstance(rows, list):
+                raise DataError(f"{path} must contain a list of objects, or an object with a list under 'data'")
+            return [_row(row, f"{path}: entry {i}") for i, row in enumerate(rows)]
         if path.suffix == ".csv":
             # newline="" is required by csv for line breaks inside fields; utf-8-sig removes a byte order mark.
             csv.field_size_limit(2**31 - 1)  # of Python: 131,072 characters in a field
@@ -281,12 +279,6 @@ def _read_parquet(path: Path) -> list[Row]:
         return pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowException as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}") from error
-
-
-def _listed(rows: Any, path: Path) -> list[Any]:
-    if not isinstance(rows, list):
-        raise DataError(f"{path} must contain a list of objects, or an object with a list under 'data'")
-    return rows
 
 
 def _row(value: Any, where: str) -> Row:

@@ -328,7 +328,7 @@ WORDS: Mapping[str, Mapping[str, str]] = parse_yaml(Path(__file__).with_name("wo
 def formula(objective: ObjectiveSettings, numbers: bool = True, penalised: bool = False) -> str:
     """The objective as it will run, composed from its parts: a changed level or aggregation is visible.
 
-    `penalised`: KL in the reward makes advantages differ from token to token.
+    `penalised`: KL in the reward, or γ, makes advantages differ from token to token.
     """
     gate, level = GATES[objective["gate"]], objective["level"]
     by_token = penalised or objective["advantage"] in ("gae", "teacher")
@@ -377,7 +377,9 @@ def objective_section(f: Facts) -> dict[str, Any]:
         "paper": algorithm.paper,
         "as_published": as_published or algorithm.of_user,
         "same_as": None if as_published else same_as(objective),
-        "formula": formula(objective, penalised=actor.kl_ctl > 0) if own is None else own.formula(f),
+        "formula": formula(objective, penalised=actor.kl_ctl > 0 or actor.discount < 1)
+        if own is None
+        else own.formula(f),
         "words": [*_words(f), *([f"note: {note}"] if (note := default_algorithm_note(f.loaded)) else [])],
         "level": objective["level"],
         "gate": None if algorithm.of_user else objective["gate"],
@@ -512,12 +514,17 @@ def _advantage_words(f: Facts) -> str:
         words += ", for each reward apart; their weighted sum is the advantage (GDPO)"
     if chosen == "gae":
         words += f" (γ {actor.discount:g}, λ {actor.gae_lambda:g})"
+    elif actor.discount < 1:
+        words += f", times γ = {actor.discount:g} for each later token"
     if actor.kl_ctl > 0:
         words += f"; {number(actor.kl_ctl)} × the KL to the reference is subtracted from the reward of each token"
         if f.objective["level"] == "sequence":
             words += " (with a sequence ratio: its mean over tokens)"
     if actor.adv_norm is not None:
-        words += "; then " + _norm_words(actor.adv_norm)
+        words += f"; then, over the trained tokens, {_norm_words(actor.adv_norm)}"
+    if actor.mask_no_eos_with_zero:
+        where = "reward of truncated completions is 0, before that" if actor.mask_no_eos_with_zero == "reward" else ""
+        words += f"; the {where or 'advantage of truncated completions is 0, at the end'}"
     return words
 
 

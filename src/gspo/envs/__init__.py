@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from gspo.envs.adapters.common import ActionCodec, ObservationCodec, to_goal
     from gspo.envs.adapters.gymnasium import Gymnasium
     from gspo.envs.agents.agent import Agents, find_agent
-    from gspo.envs.agents.endpoint import Endpoint, OpenEpisode, PER_EPISODE
+    from gspo.envs.agents.endpoint import Endpoint, OpenEpisode, PER_EPISODE, ROUTES
     from gspo.envs.agents.openai_api import Answer
     from gspo.envs.builtin.self_correct import SelfCorrect
     from gspo.envs.builtin.tools import Tools

@@ -84,7 +84,6 @@ class StopLimit:
         if now - self._checked < 1.0:
             return ""
         self._checked = now
-        # `_running` is the last time at which the process was seen running.
         if not is_stopped(process.pid):
             self._running = now
         if now - self._running < self._limit_s:

@@ -89,7 +89,6 @@ def make_launch_plan(config: Config, command: Sequence[str], num_gpus: int) -> L
             f"cluster.n_nodes is {layout.num_nodes}, but the local launcher uses one machine; set scheduler.type to "
             "ray or slurm (--on ray)"
         )
-    # Assign machines and GPUs first, then build the command of every process.
     rank_places, sampler_places = _places(layout)
     trainers = tuple(
         replace(trainer, max_stopped_s=config.stall_timeout)
@@ -180,7 +179,6 @@ def _places(layout: Layout) -> tuple[list[tuple[int, int | None]], list[tuple[in
     # `begin` counts GPUs over all machines. A colocated sampler shares the trainer's GPU.
     begin = 0 if layout.is_colocated else layout.ranks
     for _ in range(layout.num_samplers):
-        # The sampler would cross the end of a machine: continue on the next one.
         if begin % per_node + size > per_node:
             begin += per_node - begin % per_node
         node, first = divmod(begin, per_node)

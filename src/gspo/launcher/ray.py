@@ -307,7 +307,7 @@ class RayProcess:
         start_timeout: float,
     ) -> None:
         self._ray, self._process, self._env, self._log, self._where = ray, process, env, log, where
-        self._rendezvous, self._start_timeout = rendezvous, start_timeout
+        self._rendezvous = rendezvous
         # max_restarts 0: `supervise` decides about restarts. max_concurrency 4: `poll` blocks one thread of the actor,
         # and `signal` and `end` must run meanwhile.
         options = {"num_cpus": 1, "num_gpus": len(process.gpus), "max_restarts": 0, "max_concurrency": 4, **where}
@@ -380,7 +380,6 @@ class RayProcess:
         """Kill the actor, and with it its process, if it is stopped (SIGSTOP): it cannot obey `ray.kill` then."""
         if self._pid is None:
             return
-        # A task on the same machine, for which Ray uses another worker.
         task = self._ray.remote(kill_if_stopped).options(num_cpus=0, max_retries=0, **self._where)
         reply = task.remote(self._pid)
         ready, _ = self._ray.wait([reply], timeout=KILL_S)  # wait: 30 s, the launcher

@@ -115,7 +115,6 @@ def run(plan: LaunchPlan, slurm: Slurm, command: Sequence[str], *, restarts: int
     try:
         file.write_text(text, encoding="utf-8")
         log.touch()
-        # The log of an earlier job is not printed again.
         position = log.stat().st_size
     except OSError as error:
         raise ConfigError(f"{plan.folder} cannot be written: {error.strerror}; set cluster.fileroot") from error
@@ -224,7 +223,6 @@ def _stop(job: str, state: str, say: Say) -> None:
 
 def _state_of(shown: str, job: str) -> tuple[str, int]:
     """(state, exit code) of a job from scontrol's line. Slurm keeps it for some minutes, also without accounting."""
-    # Slurm writes `code:signal`.
     found = re.fullmatch(r"(\d+):(\d+)", _field(shown, "ExitCode") or "0:0")
     state = _field(shown, "JobState")
     if found is None or not state:

@@ -102,7 +102,6 @@ def supervise(plan: LaunchPlan, prepare: Callable[[], Start], *, restarts: int, 
     hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     with received_signals(*program.STOP_SIGNALS, *hangup) as received:
         try:
-            # Samplers first: the trainer waits for them when it starts.
             for unit in (*samplers, trainer):
                 unit.start(prepare)
             stopping = False

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from gspo.learner.critic import Critic, ValueModule, critic_metrics, token_values, train_critic
     from gspo.learner.optim import learning_rate, make_optimizer
     from gspo.learner.policy import HEAD_CHUNK
+    from gspo.learner.policy.head import ChunkedHead, HeadForm, Targets
     from gspo.learner.policy.module import PolicyModule, packed_parts, recompute_gated_products, weight_names
     from gspo.learner.policy.packing import (
         Completion, PackItem, by_sequence, filler, gather, micro_batches, split_over_ranks,

@@ -7,7 +7,7 @@ skipped, so that skipping cannot change a denominator. All sequences of a trajec
 
 `batch_with_advantages` turns scored groups into a `Batch`: one advantage per trajectory, or one per turn if the
 environment gave rewards to turns. `with_token_advantages` then computes one advantage per token, if a critic, a
-discount or a KL penalty needs that. The formulas are in `objectives/advantage.py`.
+discount or a KL penalty needs that, and applies `actor.adv_norm`. The formulas are in `objectives/advantage.py`.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Batch:
     token_advantages: Mapping[int, Floats] | None = None  # if set, `advantages` holds their mean over the sequence
     kl_penalty: Floats | None = None  # [n], the KL penalty subtracted from the reward, summed over tokens
     teacher_kl: Floats | None = None  # [n], token mean of log μ − log π_teacher; NaN where not computed
+    turn_rewards: Sequence[Mapping[int, float]] | None = None  # by trajectory, with a critic: turn → its reward
     values: Mapping[int, NDArray[Any]] | None = None  # V of the critic, at the start of the batch
     returns: Mapping[int, Floats] | None = None  # the critic's targets
 
@@ -165,14 +166,14 @@ class Shaping:
 
 @dataclass(frozen=True)
 class Credit:
-    """Settings of `with_token_advantages`: from the reward at the end of a completion to one advantage per token."""
+    """Settings of `with_token_advantages`: what follows the reward at the end of a completion."""
 
     kl_coef: float = 0.0  # actor.kl_ctl, β: weight of the KL penalty in the reward
     kl_estimator: str = "k1"
     discount: float = 1.0
     gae_lambda: float = 1.0
-    adv_norm: Mapping[str, Any] | None = None  # normalisation over tokens
-    truncated_is_zero: bool = False
+    adv_norm: Mapping[str, Any] | None = None  # normalisation over trained tokens
+    truncated_is_zero: bool = False  # the advantage of truncated completions, after everything else
 
 
 def shape_scores(scores: Floats, lengths: NDArray[np.int64], how: Shaping) -> Floats:
@@ -229,18 +230,26 @@ def normalised_apart(
     return np.where(np.abs(total) < 1e-9, 0.0, total)
 
 
-def normalised(rewards: Floats, group_of: NDArray[np.int64], norm: str | Mapping[str, Any]) -> Floats:
+def normalised(
+    rewards: Floats,
+    group_of: NDArray[np.int64],
+    norm: str | Mapping[str, Any],
+    weight: NDArray[np.int64] | None = None,
+) -> Floats:
     """Advantages by the name of a preset (`group_std`, …) or by an explicit normalisation.
 
     `teacher` gives 0: `with_teacher_advantages` adds the teacher's. `gae` leaves rewards unchanged: the critic's values
     are subtracted later, in `with_token_advantages`. So does `one`: completions of a data set have the reward 1.
+    weight: element i stands for so many equal values; None: 1.
     """
     if norm == "teacher":
         return np.zeros_like(rewards)
     if norm in ("gae", "one"):
         return rewards
     x, groups = torch.from_numpy(np.ascontiguousarray(rewards)), torch.from_numpy(np.ascontiguousarray(group_of))
-    return advantage.normalize(x, groups, **(advantage.PRESETS[norm] if isinstance(norm, str) else norm)).numpy()
+    times = None if weight is None else torch.from_numpy(weight)
+    how = advantage.PRESETS[norm] if isinstance(norm, str) else norm
+    return advantage.normalize(x, groups, weight=times, **how).numpy()
 
 
 def is_flat(group: Group, shaping: Shaping) -> bool:
@@ -271,15 +280,15 @@ def batch_with_advantages(
     norm: str | Mapping[str, Any],
     shaping: Shaping,
     num_minibatches: int,
-    adv_norm: Mapping[str, Any] | None = None,
     zero_variance: str = "count",
     truncated_is_zero: bool = False,
     turn_discount: float = 1.0,
 ) -> Batch:
     """Scored groups to a batch: rewards, advantages and mini-batches.
 
-    norm: the preset's normalisation over groups; adv_norm: a second one, over the whole batch of advantages;
-    zero_variance: `drop` takes groups of equal rewards out of the denominator, `count` leaves them in.
+    norm: the preset's normalisation over groups; zero_variance: `drop` takes groups of equal rewards out of the
+    denominator, `count` leaves them in; truncated_is_zero: a truncated completion gets 0 in place of its normalised
+    reward, as in AReaL (a KL penalty, a critic and actor.adv_norm still apply to it).
     """
     groups = tuple(groups)
     trajectories = [sample for group in groups for sample in group.samples]
@@ -297,10 +306,8 @@ def batch_with_advantages(
     else:
         advantages = np.zeros(len(rewards))
         advantages[scored] = normalised(shaped[scored], group_of[scored], norm)
-    if adv_norm is not None and scored.any():
-        advantages[scored] = normalised(advantages[scored], group_of[scored], adv_norm)
     truncated = np.array([truncated_is_zero and s.ending == "length" for s in trajectories], dtype=bool)
-    advantages[truncated] = 0.0  # last: a normalisation after it would make them non-zero again
+    advantages[truncated] = 0.0
     # Denominator, and the step from trajectories [m] to sequences [n]: an episode can have several.
     in_denominator = scored & ~_flat_groups(rewards, shaped, advantages, group_of, norm, zero_variance)
     of = np.repeat(np.arange(len(trajectories)), [1 + len(s.rest) for s in trajectories]).astype(np.int64)  # [n]
@@ -316,16 +323,31 @@ def batch_with_advantages(
         minibatch=minibatches(group_of, len(groups), num_minibatches)[of],
         at_clip=(scored & (np.abs(shaped) >= shaping.clip))[of],
     )
-    # One advantage per trajectory is enough unless turns have rewards or a discount. With `gae`, the credit is assigned
-    # in `with_token_advantages`.
-    if norm == "gae" or not (turn_discount < 1 or any(s.turn_rewards for s in trajectories)):
+    # One advantage per trajectory is enough unless turns have rewards or a discount.
+    has_rewards = any(s.turn_rewards for s in trajectories)
+    if norm == "gae" and has_rewards:  # `with_token_advantages` places them
+        earned = turn_rewards(trajectories, shaping.scaling)
+        return replace(batch, turn_rewards=[{} if truncated[i] else each for i, each in enumerate(earned)])
+    if norm == "gae" or not (turn_discount < 1 or has_rewards):
         return batch
     if shaping.normalize_each:
         raise TrainingError(
             "reward.normalize: each cannot be combined with rewards of turns (env.turn_discount, or an environment "
             "that returns them): set reward.normalize: sum"
         )
-    return by_turns(batch, norm, adv_norm, turn_discount, shaping.scaling, truncated)
+    return by_turns(batch, norm, turn_discount, shaping.scaling, truncated)
+
+
+def turn_rewards(trajectories: Sequence[Sample], scaling: float) -> list[dict[int, float]]:
+    """By trajectory: the reward of each turn that has trained tokens, in the order of turns.
+
+    The reward of any other turn is part of the final reward: no token of its own could be credited with it.
+    """
+    turns = [np.unique(np.concatenate([s.turns[s.mask] for s in each.sequences])).tolist() for each in trajectories]
+    return [
+        {turn: scaling * each.turn_rewards.get(turn, 0.0) for turn in own}
+        for each, own in zip(trajectories, turns, strict=True)
+    ]
 
 
 def _flat_groups(
@@ -340,7 +362,9 @@ def _flat_groups(
     if zero_variance != "drop":
         return np.zeros(len(rewards), dtype=bool)
     scored = ~np.isnan(rewards)
-    if norm == "gae":  # advantages are still rewards here, so equal rewards show only after centring
+    # Advantages that are not compared within the group are not 0 for equal rewards: these show after centring.
+    how = advantage.PRESETS.get(norm) if isinstance(norm, str) else norm
+    if norm == "gae" or (how is not None and how["mean_level"] != "group"):
         advantages = np.zeros(len(rewards))
         advantages[scored] = normalised(shaped[scored], group_of[scored], "group_mean")
     num_groups = int(group_of.max(initial=-1)) + 1
@@ -349,12 +373,7 @@ def _flat_groups(
 
 
 def by_turns(
-    batch: Batch,
-    norm: str | Mapping[str, Any],
-    adv_norm: Mapping[str, Any] | None,
-    discount: float,
-    scaling: float,
-    truncated: NDArray[np.bool_],
+    batch: Batch, norm: str | Mapping[str, Any], discount: float, scaling: float, truncated: NDArray[np.bool_]
 ) -> Batch:
     """One advantage per turn (`objectives.advantage.by_turn`), stored at each token of the turn.
 
@@ -364,12 +383,10 @@ def by_turns(
     # `advantage.by_turn` receives scored trajectories only, so their numbers are mapped to positions among these.
     scored = batch.scored[batch.is_first]  # [m]
     place = np.cumsum(scored) - 1  # [m] position among the scored trajectories
-    # By trajectory: the numbers of the turns that have trained tokens, ascending.
-    turns = [np.unique(np.concatenate([s.turns[s.mask] for s in sample.sequences])) for sample in trajectories]
+    of_turns = turn_rewards(trajectories, scaling)
     # (trajectory, position of the turn in it, turn number) of every trained turn, [K] entries
-    entries = [(i, k, int(turn)) for i in np.flatnonzero(scored) for k, turn in enumerate(turns[i].tolist())]
-    # The reward of a turn without trained tokens is part of the final reward instead.
-    earned = [scaling * trajectories[i].turn_rewards.get(turn, 0.0) for i, _, turn in entries]  # [K]
+    entries = [(i, k, turn) for i in np.flatnonzero(scored) for k, turn in enumerate(of_turns[i])]
+    earned = [of_turns[i][turn] for i, _, turn in entries]  # [K]
     total = np.zeros(len(trajectories))  # [m] sum of turn rewards
     np.add.at(total, [i for i, _, _ in entries], earned)
     # Turn rewards are part of the trajectory's reward; what remains after subtracting them is the reward at its end.
@@ -393,35 +410,60 @@ def by_turns(
         for n in numbers
         for s in (batch.samples[n],)
     }
-    if adv_norm is not None and numbers:
-        # All trained tokens end to end, [N], normalised together. Truncated ones are set to 0 again afterwards.
-        lengths = batch.trained_tokens[numbers]
-        flat = normalised(
-            np.concatenate([by_token[n] for n in numbers]), np.repeat(batch.group_of[numbers], lengths), adv_norm
-        )
-        cuts = np.cumsum(lengths)[:-1]
-        by_token = {
-            n: np.zeros_like(part) if truncated[batch.trajectory_of[n]] else part
-            for n, part in zip(numbers, np.split(flat, cuts), strict=True)
-        }
     return replace(batch, advantages=_sequence_means(by_token, batch.num_sequences), token_advantages=by_token)
 
 
 def with_token_advantages(batch: Batch, how: Credit) -> Batch:
+    """The last steps to the final advantages: one per token if a KL penalty, a critic or a discount needs that, then
+    `actor.adv_norm`, then 0 for truncated completions.
+
+        A_it ← ( A_it − mean A ) / std A      over all trained tokens of the batch, or of the group
+
+    That is the normalisation of AReaL and verl: a completion counts by its trained tokens, whether its advantage
+    differs between them or not.
+    """
+    if how.kl_coef or how.discount < 1 or batch.values is not None:
+        batch = _by_gae(batch, how)
+    numbers = np.flatnonzero(batch.trainable)
+    lengths, group_of, by_token = batch.trained_tokens[numbers], batch.group_of[numbers], batch.token_advantages
+    if how.adv_norm is not None and len(numbers):
+        if by_token is None:  # one value stands for all tokens of its sequence
+            own = normalised(batch.advantages[numbers], group_of, how.adv_norm, lengths)
+            batch = replace(batch, advantages=_filled(batch.num_sequences, numbers, own))
+        else:
+            flat = _joined([by_token[i] for i in numbers.tolist()]).numpy()
+            flat = normalised(flat, np.repeat(group_of, lengths), how.adv_norm)
+            by_token = dict(zip(numbers.tolist(), np.split(flat, np.cumsum(lengths)[:-1]), strict=True))
+    if how.truncated_is_zero:
+        # Last: a normalisation after it would make them non-zero again.
+        truncated = np.array([sample.finish == "length" for sample in batch.samples], dtype=bool)
+        batch = replace(batch, advantages=np.where(truncated, 0.0, batch.advantages))
+        if by_token is not None:
+            by_token = {i: np.zeros_like(own) if truncated[i] else own for i, own in by_token.items()}
+    if by_token is None or by_token is batch.token_advantages:
+        return batch
+    return replace(batch, advantages=_sequence_means(by_token, batch.num_sequences), token_advantages=by_token)
+
+
+def _by_gae(batch: Batch, how: Credit) -> Batch:
     """From one reward per sequence to one advantage per token, with the reference's log-probs and the critic's values.
 
-        r_it = −β k_it + [t = |y_i|] R_i          k_it of (log μ, log π_ref) at token t, by `objectives.kl`
-        δ_it = r_it + γ V_i,t+1 − V_it            V after the last token is 0
-        A_it = Σ_u≥t (γλ)^(u−t) δ_iu              returns A_it + V_it are the critic's targets
+        r_it = −β k_it + Σ_l [t = t_l] r_il + [t = |y_i|] (R_i − Σ_l r_il)
+        δ_it = r_it + γ V_i,t+1 − V_it        V after the last token is 0
+        A_it = Σ_u≥t (γλ)^(u−t) δ_iu          returns A_it + V_it are the critic's targets
 
+    k_it is of (log μ, log π_ref) at token t, by `objectives.kl`; r_il is the reward of turn l, at its last token t_l.
     R_i is the shaped reward if there is a critic, else the group (or batch) advantage A_i. Without a critic V = 0 and
     λ = 1, so  A_it = γ^(|y_i|−t) A_i − β Σ_u≥t γ^(u−t) k_iu:  a token is penalised for the divergence of all tokens
     from it on, as in AReaL. A sequence ratio takes the mean over t: with γ = 1,  A_i − (β/|y_i|) Σ_u u k_iu.
     μ is the policy that sampled the tokens: its log-probs need no forward pass, and the mean of k is an unbiased
     estimate of its KL. Groups are normalised before the penalty, so it applies to groups of equal rewards, too.
-    `adv_norm` comes last and is over tokens; after it, `truncated_is_zero` sets the advantages of truncated completions
-    to 0.
     """
+    if batch.values is not None and batch.token_advantages is not None:
+        raise TrainingError(
+            "actor.reward_norm cannot be combined with a critic and rewards of turns: it has one value per episode; "
+            "remove it (actor.adv_norm normalises the advantages)"
+        )
     numbers, values = np.flatnonzero(batch.trainable).tolist(), batch.values
     lengths = batch.trained_tokens[numbers]
     # The trained tokens of all trainable sequences, end to end: N tokens, sequence b at cuts[b]:cuts[b+1].
@@ -439,6 +481,8 @@ def with_token_advantages(batch: Batch, how: Credit) -> Batch:
     # A trainable sequence has at least one trained token, so no two sequences have the same last index.
     if batch.token_advantages is None:
         rewards[cuts[1:] - 1] += batch.advantages[numbers]  # R_i, at the last token
+    for b, i in enumerate(numbers) if batch.turn_rewards is not None else ():
+        _place_turn_rewards(batch, i, rewards[cuts[b] : cuts[b + 1]])
     # GAE over all sequences in one packed call. Without a critic it reduces to discounted sums of the rewards.
     value = torch.from_numpy(np.zeros_like(rewards)) if values is None else _joined([values[i] for i in numbers])
     layout = token_layout(torch.from_numpy(rewards), None, torch.from_numpy(cuts))
@@ -448,12 +492,8 @@ def with_token_advantages(batch: Batch, how: Credit) -> Batch:
     )
     if batch.token_advantages is not None:  # `by_turns` has credited the rewards; GAE above saw only the penalty
         advantages = advantages + _joined([batch.token_advantages[i] for i in numbers]).numpy()
-    if how.adv_norm is not None and len(advantages):
-        advantages = normalised(advantages, np.repeat(batch.group_of[numbers], lengths), how.adv_norm)
     # Back to one array per sequence.
     by_token = {i: advantages[cuts[b] : cuts[b + 1]] for b, i in enumerate(numbers)}
-    if how.truncated_is_zero:
-        by_token |= {i: np.zeros_like(by_token[i]) for i in numbers if batch.samples[i].finish == "length"}
     return replace(
         batch,
         advantages=_sequence_means(by_token, batch.num_sequences),
@@ -461,6 +501,22 @@ def with_token_advantages(batch: Batch, how: Credit) -> Batch:
         kl_penalty=penalty if how.kl_coef else None,
         returns=None if values is None else {i: returns[cuts[b] : cuts[b + 1]] for b, i in enumerate(numbers)},
     )
+
+
+def _place_turn_rewards(batch: Batch, i: int, rewards: Floats) -> None:
+    """Move the rewards of turns from the last token of sequence i to the last tokens of their turns, in place.
+
+    A turn that is in another sequence of the episode goes to the last token before it: rewards that are still to come
+    are credited to this sequence, and rewards of turns before its first one are not.
+    """
+    assert batch.turn_rewards is not None
+    sample = batch.samples[i]
+    turns = sample.turns[sample.mask]  # [|y_i|], ascending
+    for turn, earned in batch.turn_rewards[batch.trajectory_of[i]].items():
+        rewards[-1] -= earned
+        at = int(np.searchsorted(turns, turn, side="right")) - 1  # the last token of the turns up to this one
+        if at >= 0:
+            rewards[at] += earned
 
 
 def with_teacher_advantages(batch: Batch, teacher_logp: Mapping[int, NDArray[Any]], coef: float) -> Batch:
@@ -488,7 +544,11 @@ def _joined(parts: Sequence[NDArray[Any]]) -> torch.Tensor:
 
 def _sequence_means(by_token: Mapping[int, Floats], num_sequences: int) -> Floats:
     """[n] mean of each sequence's token values; 0 where it has none."""
-    mean = np.zeros(num_sequences)
-    numbers = list(by_token)
-    mean[numbers] = [by_token[i].mean() for i in numbers]
-    return mean
+    return _filled(num_sequences, list(by_token), [own.mean() for own in by_token.values()])
+
+
+def _filled(num_sequences: int, numbers: Any, values: Any) -> Floats:
+    """[n] the values at these sequence numbers, else 0."""
+    out = np.zeros(num_sequences)
+    out[numbers] = values
+    return out

@@ -103,7 +103,6 @@ def train_critic(critic: Critic, batch: Batch, learning_rates: Sequence[float]) 
         loss = 0.0
         for packed in _parts(critic, batch, members):
             loss += _backward(critic, packed, batch.values, batch.returns, denominator, report)
-        # All ranks must make the same decision whether to update.
         loss = world.all_reduce_sum(loss)
         norm, applied = apply_update(
             critic.optimizer, lr=learning_rates[k], max_norm=critic.max_norm, is_finite=math.isfinite(loss)

@@ -110,7 +110,6 @@ class AdamW8bit(torch.optim.AdamW):
                 self._start(p, self.state[p])
         noise: Tensor | None = None
         for p, group in trained:
-            # The same numbers for every tensor; all have made equally many updates.
             if noise is None:
                 draw = torch.Generator(p.device).manual_seed(int(self.state[p]["step"]))
                 noise = torch.randint(2**_CUT, (_CHUNK,), generator=draw, dtype=torch.int32, device=p.device)

@@ -48,9 +48,6 @@ def choose_proximal_source(noise: float | None, eps: float | None, current: Prox
     return "sampler" if noise * NOISE_MARGIN < (0.2 if eps is None else eps) else "recompute"
 
 
-# log π_old
-
-
 @torch.no_grad()
 def recomputed(policy: PolicyModule, packs: Sequence[Packed], temperature: float, routing: Routing) -> LogProbs:
     """log π_old by one forward pass with the weights at the start of the batch, before any update."""
@@ -71,9 +68,6 @@ def loglinear_weight(samples: Sequence[Sample], version: int, progress: float) -
     # progress > 0: mini-batch 1 uses its own forward pass, so age 0 does not give 0/0.
     age = np.concatenate([version - sample.versions[sample.mask].astype(np.float64) for sample in samples])
     return torch.from_numpy(age / (age + progress))
-
-
-# The sampler's noise
 
 
 @dataclass(frozen=True)
@@ -127,9 +121,6 @@ def noise_message(noise: Noise, eps: float) -> str:
         f"({noise.count} sequences): {effect}. Set actor.eps_clip above {FINE * noise.p95:.1e}, actor.eps_clip=auto or "
         "actor.prox_logp_method=recompute"
     )
-
-
-# ε of `eps_clip: auto`
 
 
 @dataclass(frozen=True)

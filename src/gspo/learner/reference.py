@@ -57,7 +57,6 @@ def reference_logp(reference: Reference, batch: Batch) -> dict[int, NDArray[Any]
         for packed in packed_parts(reference.policy, items, reference.max_tokens):
             out = reference.policy(packed, temperature=reference.temperature, with_entropy=False)
             stored |= by_sequence(packed, out.logp)
-    # Each rank has computed its own part of the sequences.
     return reference.policy.world.union(stored)
 
 

@@ -68,7 +68,6 @@ class Routing:
         sampled = self._sampled(packed)
         with routed(self._routers, self._given(packed, sampled)) as recorder:
             yield
-        # After the pass: the routes of all layers are known.
         then(packed, recorder, sampled)
 
     def _keep(self, packed: Packed, recorder: RouteRecorder, sampled: NDArray[Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -72,33 +72,14 @@ class StepReport:
     @property
     def of_the_loss(self) -> dict[str, NDArray[np.float64]]:
         """The arrays that statistics of `objectives.loss` fill, by the statistic's name."""
-        return {
-            "log_s": self.log_s,
-            "clipped_low": self.clipped_low,
-            "clipped_high": self.clipped_high,
-            "correction": self.correction,
-            "correction_raw": self.correction_raw,
-            "correction_outside": self.correction_outside,
-        }
+        names = ("log_s", "clipped_low", "clipped_high", "correction", "correction_raw", "correction_outside")
+        return {name: getattr(self, name) for name in names}
 
     @staticmethod
     def empty(num_sequences: int) -> StepReport:
-        def unset() -> NDArray[np.float64]:
-            return np.full(num_sequences, np.nan)
-
-        return StepReport(
-            log_s=unset(),
-            clipped_low=unset(),
-            clipped_high=unset(),
-            noise_log_s=unset(),
-            entropy=unset(),
-            kl_behavior=unset(),
-            kl_reference=unset(),
-            correction=unset(),
-            correction_raw=unset(),
-            correction_outside=unset(),
-            log_s_at_start=unset(),
-        )
+        required = (f.name for f in fields(StepReport) if f.default is f.default_factory is MISSING)
+        arrays: dict[str, Any] = {name: np.full(num_sequences, np.nan) for name in required}
+        return StepReport(**arrays)
 
 
 def of_all_ranks(values: NDArray[np.float64], world: World) -> NDArray[np.float64]:
@@ -121,7 +102,6 @@ def merged(report: StepReport, world: World) -> StepReport:
         if number:
             getattr(report, name)[int(number)] = array
         else:
-            # NaN marks the sequences of other ranks.
             own = getattr(report, name)
             setattr(report, name, np.where(np.isnan(own), array, own))
     return report
@@ -205,7 +185,6 @@ def train_step(
     with phase(report.seconds, "proximal"):
         if proximal == "recompute":
             proximal_logp = step.recompute_proximal()
-    # One optimizer update per mini-batch; gradients add up over its micro-batches.
     for update, k in enumerate(plan.order(version)):
         old = _ProximalOf(
             # The first update is computed with π_old's weights: its own forward pass is π_old.
@@ -329,10 +308,12 @@ class _Step:
     def backward(self, packed: Packed, *, update: int, old: _ProximalOf, denominator: float) -> float:
         """Add the gradient of one micro-batch of this update; returns its loss."""
         batch, plan, entropy_coef = self.batch, self.plan, self.plan.settings.get("entropy_coef", 0.0)
+        against: dict[str, Any] = {}
+        if self.teacher is not None:
+            against = {"teacher": self.teacher.policy, "forward_share": self.teacher.exact_kl}
         with self.routing.in_minibatch(packed, update):
             # log-probs and entropy, [M]
-            against, wants_entropy = self._against(), bool(entropy_coef)
-            out = self.policy(packed, temperature=plan.temperature, entropy_grad=wants_entropy, **against)
+            out = self.policy(packed, temperature=plan.temperature, entropy_grad=bool(entropy_coef), **against)
         if packed.is_filler:
             # Gradient 0, but a backward pass: FSDP's collectives in it need every rank.
             (out.logp.sum() * 0.0).backward()
@@ -371,12 +352,6 @@ class _Step:
             reference_logp=reference_logp,
         )
         return float(loss.detach())
-
-    def _against(self) -> dict[str, Any]:
-        """Keywords of the policy's forward pass: the teacher of an exact KL."""
-        if self.teacher is None:
-            return {}
-        return {"teacher": self.teacher.policy, "forward_share": self.teacher.exact_kl}
 
     def _divergence(self, divergence: torch.Tensor, packed: Packed, units: _Units, denominator: float) -> torch.Tensor:
         """The KL to the teacher, aggregated as the loss is; divergence [M]."""
@@ -418,7 +393,6 @@ class _Step:
             report.kept_mass[index] = mass
             if update == 0:
                 report.kept_mass_at_start[index] = mass
-        # Values per token, for the requested sequences only.
         cuts = packed.cu_seqlens.cpu().numpy()  # [B + 1]
         for b, i in enumerate(index.tolist()):
             if i in self.keep_tokens_of:
@@ -480,7 +454,7 @@ class Learner:
     critic: Critic | None
     teacher: Teacher | None
     plan: Plan
-    credit: Credit | None  # None: one advantage per sequence
+    credit: Credit  # what follows: keywords are settings of `learner.credit.with_token_advantages`
     assembly: Mapping[str, Any]  # how rewards become advantages: keywords of `learner.credit.batch_with_advantages`
     threads: int
 

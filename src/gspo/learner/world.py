@@ -144,6 +144,7 @@ class Ranks(World):
     def __init__(self, size: int, stall_timeout: float, stop: StopRequest) -> None:
         from torch import distributed
 
+        self._distributed: Any = distributed  # Any: its type stubs lack the store's names
         self.size, self.rank = size, int(os.environ["RANK"])
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or size)
         self._stop = stop
@@ -153,15 +154,14 @@ class Ranks(World):
         timeout = timedelta(seconds=stall_timeout)
         global _num_joined
         _num_joined += 1  # a second run in the same processes must not read the keys of the first
-        torch_distributed: Any = distributed  # its type stubs lack the store's names
-        store = next(torch_distributed.rendezvous("env://", timeout=timeout))[0]  # wait: stall_timeout, the rank
-        self._store: Any = torch_distributed.PrefixStore(f"gspo/{_num_joined}", store)
+        store = next(self._distributed.rendezvous("env://", timeout=timeout))[0]  # wait: stall_timeout, the rank
+        self._store: Any = self._distributed.PrefixStore(f"gspo/{_num_joined}", store)
         # Before the process group: the first heartbeat is then stored on every rank when the watch starts.
         self.liveness = Liveness(self._store, self.rank, size, stall_timeout, stop)
         try:
             distributed.init_process_group(  # wait: stall_timeout, the rank
                 "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-                store=torch_distributed.PrefixStore("group", self._store),
+                store=self._distributed.PrefixStore("group", self._store),
                 rank=self.rank,
                 world_size=size,
                 timeout=timeout,
@@ -198,39 +198,31 @@ class Ranks(World):
             yield Command(what, *unpack_message(message.numpy()))
 
     def all_gather(self, arrays: Arrays) -> list[dict[str, NDArray[Any]]]:
-        from torch import distributed
-
         message = torch.from_numpy(pack_message({}, arrays))
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         # Lengths first: messages differ in size between ranks.
         # wait: none, stall_timeout, which is the group's timeout
-        distributed.all_gather(lengths, torch.tensor([len(message)]))
+        self._distributed.all_gather(lengths, torch.tensor([len(message)]))
         longest = max(int(length) for length in lengths)  # the collective needs equal sizes: pad, then cut
         parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
         # wait: none, stall_timeout, which is the group's timeout
-        distributed.all_gather(parts, torch.nn.functional.pad(message, (0, longest - len(message))))
+        self._distributed.all_gather(parts, torch.nn.functional.pad(message, (0, longest - len(message))))
         return [unpack_message(p[: int(n)].numpy())[1] for p, n in zip(parts, lengths, strict=True)]
 
     def all_reduce_sum(self, value: float) -> float:
-        from torch import distributed
-
         # Gathered and then summed in rank order, so that the result is the same on every rank.
         parts = [torch.zeros(1, dtype=torch.float64) for _ in range(self.size)]
         # wait: none, stall_timeout, which is the group's timeout
-        distributed.all_gather(parts, torch.tensor([value], dtype=torch.float64))
+        self._distributed.all_gather(parts, torch.tensor([value], dtype=torch.float64))
         return sum(float(part) for part in parts)
 
     def _broadcast(self, message: torch.Tensor) -> None:
-        from torch import distributed
-
-        distributed.broadcast(message, src=0)  # wait: none, stall_timeout, which is the group's timeout
+        self._distributed.broadcast(message, src=0)  # wait: none, stall_timeout, which is the group's timeout
 
     def close(self) -> None:
-        from torch import distributed
-
         self.liveness.close()
         if sys.exc_info()[0] is None:
-            distributed.destroy_process_group()
+            self._distributed.destroy_process_group()
             self._stop.restore()
         # After an error the process is about to end. Waiting for collectives that other ranks will not complete is
         # useless, and the signal handlers stay, so that a launcher's SIGTERM does not cut off the error message.

@@ -92,7 +92,8 @@ def gae_without_critic(f: Facts) -> Iterator[Finding]:
         yield f.error(
             "algorithm",
             f"{f.objective['name']} computes advantages from a value model, but critic is null",
-            f"add a critic section (critic.path={f.actor.path}), or choose algorithm: gspo",
+            "add critic: {} (on the command line: 'critic={}'), which brings critic.path (default: actor.path), "
+            "critic.optimizer.lr (default: 1e-5) and critic.value_eps_clip, or choose algorithm: gspo",
         )
 
 
@@ -162,7 +163,7 @@ def group_of_one(f: Facts) -> str | None:
 @rule
 def every_group_rejected(f: Facts) -> Iterator[Finding]:
     fate = f.actor.zero_variance_groups
-    if f.objective["advantage"] == "gae" and f.config.gconfig.n_samples == 1 and fate in ("drop", "refill"):
+    if f.objective["advantage"] in ("gae", "batch") and f.config.gconfig.n_samples == 1 and fate in ("drop", "refill"):
         yield f.error(
             "actor.zero_variance_groups",
             f"{fate} rejects groups of equal rewards, and a group of one sample always has equal rewards",

@@ -83,10 +83,8 @@ def _policies(f: Facts) -> Iterator[Unused]:
         yield "actor.kl_estimator", "no KL is used (kl_loss_coef and kl_ctl are 0)"
         yield "ref", "no KL is used (kl_loss_coef and kl_ctl are 0), so the reference is not needed"
     if f.objective["advantage"] != "gae":
-        for key in ("actor.discount", "actor.gae_lambda"):
-            if not (key == "actor.discount" and actor.kl_ctl > 0):
-                yield key, f"{f.objective['name']} does not use GAE"
-        yield "critic", f"{f.objective['name']} does not use GAE"
+        for key in ("actor.gae_lambda", "critic"):
+            yield key, f"{f.objective['name']} does not use GAE"
 
 
 def _rewards(f: Facts) -> Iterator[Unused]:

@@ -7,7 +7,8 @@ or refuses it and names the alternative. Each key gives exactly one message. Bra
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from gspo.config import Node, known_keys
 from gspo.config import yaml_tree as tree
@@ -34,28 +35,79 @@ def areal_rules() -> Iterable[Rule]:
 
 
 def _first() -> list[Rule]:
-    """It looks for the other keys of AReaL, which their rules remove."""
+    """Keys of both systems that mean something else in AReaL. `is_areal` needs the keys that later rules remove."""
     return translates(
         "rollout.backend",
-        "in a file with other keys of this table, `sglang:dN` becomes `vllm:dN`, with the same sizes",
+        "in a file of AReaL's, `sglang:dN` becomes `vllm:dN`, with the same sizes",
         _in_place_of_sglang,
-    )
+    ) + translates("actor.mask_no_eos_with_zero", "in a file of AReaL's, true becomes `reward`", _zero_reward)
+
+
+def _zero_reward(move: Move) -> None:
+    is_theirs = move.node.value is True and is_areal(move.root)
+    new = Node("reward", move.node.place, text=move.node.text, settled=True) if is_theirs else move.node
+    tree.put(move.root, move.rule.key, new)
+    if is_theirs:
+        move.say("true is now reward: AReaL sets the reward to 0, before KL and adv_norm; here true is the advantage")
 
 
 def _in_place_of_sglang(move: Move) -> None:
     """A config that was written for gspo and names sglang stays as it is: the check of the key refuses it."""
     old = move.node.value
     new = translate.in_place_of_sglang(old) if isinstance(old, str) and not move.node.from_command_line else old
-    if new == old or not any(tree.get(move.root, key) for key in _only_of_areal()):
+    if new == old or not is_areal(move.root):
         tree.put(move.root, move.rule.key, move.node)
         return
     tree.put(move.root, move.rule.key, Node(new, move.node.place, text=new, settled=True))
     move.say(f"{old} is now {new}: gspo has no SGLang")
 
 
-def _only_of_areal() -> Iterable[str]:
-    """Keys that show that a file was written for AReaL."""
-    return (rule.key for rule in areal_rules() if rule.key not in known_keys())
+def is_areal(root: Node) -> bool:
+    """Whether a config file was written for AReaL: it has a key that only AReaL has (the command line does not count).
+
+    This is the one place that decides it. What follows from it: `defaults`, and the rules of `_first`.
+    """
+    theirs = (tree.get(root, rule.key) for rule in areal_rules() if rule.key not in known_keys())
+    return any(node is not None and not node.from_command_line for node in theirs)
+
+
+def defaults(root: Node) -> Mapping[str, tuple[Any, str]]:
+    """Values of our keys that a file of AReaL's leaves to AReaL, where gspo's default differs, each with a sentence.
+
+    A file that sets `algorithm`, or a command line that does, asks for gspo's preset with its defaults.
+    """
+    if not is_areal(root) or any(tree.get(root, key) for key in ("algorithm", "model")):
+        return {}
+
+    def value(key: str) -> Any:
+        node = tree.get(root, f"actor.{key}")
+        return None if node is None else node.data()
+
+    found = {
+        "algorithm": ("grpo", ""),
+        "actor.loss_aggregation": ("token_mean", "GRPO and GSPO by their papers: sequence_mean"),
+    }
+    # A section that is there has `batch` for a level that it does not name.
+    for norm in ("reward_norm", "adv_norm"):
+        missing = [level for level in ("mean_level", "std_level") if level not in (value(norm) or {})]
+        if isinstance(value(norm), dict):
+            found |= {f"actor.{norm}.{level}": ("batch", "null: none") for level in missing}
+        elif norm == "reward_norm" and value(norm) is None:
+            why = "rewards are not normalised; GRPO and GSPO: {mean_level: group, std_level: group}"
+            found["actor.reward_norm"] = ({"mean_level": None, "std_level": None}, why)
+    if value("importance_sampling_level") == "sequence":
+        found["actor.eps_clip"] = (0.2, "GSPO by its paper: remove importance_sampling_level, set algorithm: gspo")
+    limits = ("rejection_sampling", "behav_imp_weight_cap", "behave_imp_weight_cap", "behave_imp_weight_mode")
+    if any(value(key) is not None for key in limits):
+        found["actor.use_decoupled_loss"] = (False, "without it, the limits of π_old/μ have no effect")
+    if not value("use_decoupled_loss"):
+        found["actor.prox_logp_method"] = ("rollout", "auto: recompute where the sampler's noise needs it")
+    if isinstance((tree.get(root, "ref") or Node(None, "")).value, dict):
+        found["actor.kl_ctl"] = (0.1, "0: no KL in the reward")
+    if isinstance((tree.get(root, "critic") or Node(None, "")).value, dict):
+        found["critic.value_eps_clip"] = (0.5, "the default here is 0.2")
+        del found["algorithm"]  # a critic means ppo, here too
+    return found
 
 
 def _objective_rules() -> Iterable[list[Rule]]:

@@ -128,6 +128,8 @@ def written(value: Any) -> str:
     """A value as YAML would write it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {written(child)}" for name, child in value.items()) + "}"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from gspo.config import Node, is_failed
 from gspo.config import yaml_tree as tree
 from gspo.migrate import areal
-from gspo.migrate.rule import Move, Rule, apply
+from gspo.migrate.rule import Move, Rule, apply, written
 
 # Old key → present key, for translations that move a value. Renamed and repeated keys have this in their rule.
 _ALIASES = (
@@ -44,7 +44,8 @@ def rules() -> Mapping[str, Rule]:
 
 
 def migrate(root: Node, problems: list[str], messages: list[str]) -> None:
-    """Replace old keys in a tree by present ones, in place; one message for each old key."""
+    """Replace old keys in a tree by present ones, in place; one message for each old key, and each AReaL default."""
+    brought = areal.defaults(root)
     for rule in rules().values():
         # The old key is removed first: a translation may put a value back at the same key.
         node = tree.pop(root, rule.key)
@@ -55,6 +56,14 @@ def migrate(root: Node, problems: list[str], messages: list[str]) -> None:
         node = tree.get(root, key)
         if node is not None and node.value in (None, {}):
             tree.pop(root, key)
+    for key, (value, why) in brought.items():
+        existing = tree.get(root, key)
+        # A null section is a default, too; an explicit null level is none.
+        if existing is None or (existing.value is None and isinstance(value, dict)):
+            below = {name: Node(own, tree.AREAL) for name, own in value.items()} if isinstance(value, dict) else value
+            tree.put(root, key, Node(below, tree.AREAL, text=written(value)))
+            if why:
+                messages.append(f"{tree.AREAL}: {key} is {written(value)} ({why})")
 
 
 def _aliases() -> Iterable[tuple[str, str]]:

@@ -32,7 +32,6 @@ def is_whole(folder: Path) -> bool:
     try:
         sums = json.loads((folder / SUMS).read_text())
         return bool(sums) and all(sha256(folder / name) == value for name, value in sums.items())
-    # Missing, not JSON, or JSON that is not an object.
     except (OSError, ValueError, AttributeError):
         return False
 
@@ -61,13 +60,11 @@ def _publish(folder: Path, write: Callable[[Path], None]) -> None:
         (tmp / SUMS).write_text(json.dumps(sums, indent=1))
         if is_whole(folder):
             return  # a process that we did not wait for was faster, and its model may be in use
-        # The folder exists but is damaged: replace it.
         if folder.exists():
             shutil.rmtree(folder)
         try:
             tmp.rename(folder)
         except OSError:
-            # Another process was faster; its model is the same one.
             if not is_whole(folder):
                 raise
     finally:

@@ -312,25 +312,6 @@ def auto_class(name: str) -> Any:
     return AutoModelForImageTextToText if "preprocessor" in recipe_of(name) else AutoModelForCausalLM
 
 
-__all__ = [
-    "DESCRIPTIONS",
-    "IMAGE",
-    "RECIPES",
-    "VOCABULARY",
-    "build",
-    "build_time",
-    "embedded_folder",
-    "embedded_tokenizer",
-    "recipe_digest",
-    "require_known",
-    "shape",
-    "unknown_characters",
-    "vocabulary",
-    "warm_start",
-    "write_processor",
-]
-
-
 def build(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and its tokenizer, from the cache if it is complete, else built."""
     path = embedded_folder(name)

@@ -1,9 +1,9 @@
-"""The forest of segments on CUDA: the visibility of `tree_attention.py` as a block mask for torch's flex attention.
+"""The forest of segments on CUDA: the visibility of `tree.py` as a block mask for torch's flex attention.
 
 Registered with transformers as `gspo_tree_flex`. Segments are numbered in a depth-first walk; a segment is an ancestor
 of another one iff the other's number lies in its interval. So visibility is three comparisons per pair, at any depth,
 and blocks without a visible pair are skipped. On a CPU it runs forward only and uncompiled, which is how it is tested.
-On a user's GPU `PolicyModule.probe` compares its result at load, and falls back to `tree_attention.py`.
+On a user's GPU `PolicyModule.probe` compares its result at load, and falls back to `tree.py`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def flex_tree_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `tree_attention.tree_attention`: q [H, N, D], k [J, N, D], v [J, N, E] → [N, H, E]."""
+    """As `tree.tree_attention`: q [H, N, D], k [J, N, D], v [J, N, E] → [N, H, E]."""
     bound = softcap or 1.0
 
     def cap(score: Tensor, b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:

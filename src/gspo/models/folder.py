@@ -195,16 +195,16 @@ def check_size(model: Any, source: str, weights: Weights | None, itemsize: int) 
 def check_names(model: Any, folder: Path, weights: Weights) -> None:
     """DataError for tensors that transformers would convert or overwrite silently."""
     parameters = {name for name, parameter in model.named_parameters() if parameter.is_floating_point()}
-    if wrong := [f"{name} ({weights[name].dtype})" for name in parameters & set(weights) if _is_integer(weights[name])]:
+    if wrong := [
+        f"{name} ({weights[name].dtype})"
+        for name in parameters & set(weights)
+        if (not weights[name].dtype.startswith(("F", "BF")))
+    ]:
         raise DataError(f"weights in {folder} are not floating-point numbers: {listed(wrong)}: use unquantized weights")
     # transformers reads `x` as `model.x`, so that both would be one parameter.
     prefix = getattr(model, "base_model_prefix", "")
     if twice := [name for name in weights if prefix and f"{prefix}.{name}" in weights]:
         raise DataError(f"{folder} has {listed(twice)} also as {prefix}.{min(twice)}: remove one of them")
-
-
-def _is_integer(stored: Stored) -> bool:
-    return not stored.dtype.startswith(("F", "BF"))
 
 
 def refuse_other_vocabulary(own: Mapping[str, Any], used: Mapping[str, int], path: str, key: str) -> None:

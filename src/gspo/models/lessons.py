@@ -131,7 +131,6 @@ def warm_start(name: str, tell: Callable[[int, int], None] = lambda done, total:
     model.train()
     for step in range(warm["steps"]):
         tell(first + step, first + warm["steps"])
-        # Data: question + solution + EOS, padded on the right.
         drawn = [next(stream) for _ in range(warm["batch"])]
         if "chains" in warm:
             length = warm["chains"][step % len(warm["chains"])]
@@ -151,7 +150,6 @@ def warm_start(name: str, tell: Callable[[int, int], None] = lambda done, total:
                     labels[i, :begin] = -100
             if "turns" in warm:  # the environment writes the letters and ends the episode: no loss on letters and EOS
                 labels[i, [t for t, id in enumerate(row) if id not in digits]] = -100
-        # Update: linear warm-up, linear decay at the end.
         for group in optimizer.param_groups:
             # The decay at the end makes the result depend less on the last batches.
             group["lr"] = warm["lr"] * min(1.0, (step + 1) / warm["warmup"], (warm["steps"] - step) / warm["decay"])

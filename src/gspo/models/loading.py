@@ -288,7 +288,6 @@ def refuse_foreign_vocabulary(tokenizer: PreTrainedTokenizerBase, path: str, key
 
 
 def _from_config(kind: Any, config: Any, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    # The caller's random state does not change.
     with cache.quiet(), torch.random.fork_rng():
         torch.manual_seed(seed)
         return kind.from_config(config, dtype=dtype, trust_remote_code=False)
@@ -325,7 +324,6 @@ def _first_line(cause: Exception) -> str:
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     """Tokens that end a completion: the tokenizer's, and those of the model's generation config."""
-    # eos_token_id is a number, a list, or None.
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])}
     return sorted(e for e in ends if e is not None)

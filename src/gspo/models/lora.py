@@ -310,7 +310,6 @@ def write_adapter(model: PreTrainedModel, tensors: Mapping[str, Tensor], to: Pat
     adapters: Any = model.peft_config
     config: Any = copy.copy(adapters[_NAME])
     config.base_model_name_or_path, config.inference_mode = base, True
-    # Sets, whose order would change from file to file.
     config.target_modules = sorted(config.target_modules)
     config.target_parameters = sorted(config.target_parameters) if config.target_parameters else None
     config.save_pretrained(str(to))

@@ -103,7 +103,6 @@ class RouteRecorder:
         return _scored(router, output, used, must=self.replay is not None)
 
     def _again(self, layer: int, router: nn.Module, _: Any, output: Any) -> Any:
-        # A recomputed layer uses the recorded experts, and records nothing.
         return _scored(router, output, self.used[layer], must=self.replay is not None)
 
     @contextlib.contextmanager

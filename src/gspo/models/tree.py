@@ -4,20 +4,17 @@ Each segment's causal triangle is cut into tiles of rows, so that a long prompt 
 segment that has children gives one rectangle: the rows of all children against the path from the root to that segment.
 Keys of a prefix are never copied per child. Rectangles of similar shape are batched.
 
-Shapes: N tokens, S segments, J key/value heads; per call B rectangles of Q rows by C columns.
-
 Registered with transformers as `gspo_tree`. The model is called with one row [1, N] of tokens and their true positions,
 inside `use_attention(model, TREE, layout)`. A token attends to every token of its ancestor segments and causally to its
 own segment; a window or a chunk of the layer limits both. Tokens of the same block (an image, where the model says so)
 also see each other.
 
-How it is computed. `tree_layout.py` cuts the visible (query, key) pairs into batches of rectangles. A token is in one
-tile of its segment and in at most one rectangle of its path; its two partial softmaxes are merged by their log-sum-exp.
-The plan is made once per layout and used by every layer. The backward pass recomputes the scores, so memory is linear
-in N.
+A token is in one tile of its segment and in at most one rectangle of its path; its two partial softmaxes are merged by
+their log-sum-exp. The plan is made once per layout and used by every layer. The backward pass recomputes the scores, so
+memory is linear in N.
 
-Shapes: N tokens, H query heads, J key/value heads, R = H/J, D head size, E value size; per call B rectangles of Q rows
-by C columns. It runs on any device; on CUDA `flex.py` gives the same layout to a fused kernel.
+Shapes: N tokens, S segments, H query heads, J key/value heads, R = H/J, D head size, E value size; per call B
+rectangles of Q rows by C columns. It runs on any device; on CUDA `flex.py` gives the same layout to a fused kernel.
 """
 
 from __future__ import annotations
@@ -170,12 +167,10 @@ def _batches(rectangles: Sequence[_Rectangle]) -> Iterator[list[_Rectangle]]:
     """Rectangles of similar shape together, within limits of padding and of scores."""
     batch: list[_Rectangle] = []
     rows = cols = area = 0
-    # Sorted by width, then height: neighbours need little padding.
     for rectangle in sorted(rectangles, key=lambda r: (-len(r[1]), -len(r[0]))):
         num_rows, num_cols = len(rectangle[0]), len(rectangle[1])
         tall, wide = max(rows, num_rows), max(cols, num_cols)
         padded, real = (len(batch) + 1) * tall * wide, area + num_rows * num_cols
-        # This rectangle does not fit: close the batch and begin a new one with it.
         if batch and (padded > _CALL_SCORES or padded > _PAD_RATIO * real + _PAD_FREE):
             yield batch
             batch, rows, cols, area = [], 0, 0, 0

@@ -20,8 +20,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "group_std": {"mean_level": "group", "std_level": "group"},
     "group_mean": {"mean_level": "group", "std_level": None},
     "leave_one_out": {"mean_level": "group", "std_level": None, "leave_one_out": True},
-    "batch": {"mean_level": "batch", "std_level": "batch"},
+    "batch": {"mean_level": None, "std_level": None},  # the rewards; `batch` normalises them over tokens, at the end
 }
+OVER_THE_BATCH: Mapping[str, Any] = {"mean_level": "batch", "std_level": "batch"}
 
 # Rewards closer than this (relative to their size) count as equal: sums of parts can differ in the last bit.
 SAME = 1e-6
@@ -45,9 +46,10 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
     return normalize(rewards, groups, **PRESETS["leave_one_out"])
 
 
-def batch(rewards: Tensor, groups: Tensor) -> Tensor:
-    """A_i = (r_i − mean r) / std r over the whole rollout batch   (REINFORCE++, arXiv 2501.03262)."""
-    return normalize(rewards, groups, **PRESETS["batch"])
+def batch(rewards: Tensor, num_tokens: Tensor) -> Tensor:
+    """A_i = (r_i − mean r) / std r,  mean r = Σ_i |y_i| r_i / Σ_i |y_i|:  over the tokens of the rollout batch, each
+    of which has its completion's reward   (REINFORCE++, arXiv 2501.03262)."""
+    return normalize(rewards, torch.zeros_like(num_tokens), weight=num_tokens, **OVER_THE_BATCH)
 
 
 def normalize(
@@ -57,10 +59,13 @@ def normalize(
     mean_level: SetOf,
     std_level: SetOf,
     leave_one_out: bool = False,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """(x − mean) / std, [n]; mean and std over the batch, over the element's group, or not used (None).
 
-    If the values of a set are all equal (range ≤ SAME · max(1, |x|)), the centred value and the quotient are exactly 0.
+    weight [n], integers: element i stands for w_i equal values; None: 1 each. mean = Σ w x / Σ w and
+    std² = Σ w (x − mean)² / (Σ w − 1) are then those of the Σ w values. If the values of a set are all equal
+    (range ≤ SAME · max(1, |x|)), the centred value and the quotient are exactly 0.
     """
     if x.ndim != 1 or groups.shape != x.shape:
         raise ValueError(f"x and groups are [n], got {tuple(x.shape)} and {tuple(groups.shape)}")
@@ -68,7 +73,8 @@ def normalize(
     # One id for all elements: the batch is then a single set.
     whole_batch = torch.zeros_like(groups)  # [n]
     if mean_level is not None:
-        count, mean, same = _set_statistics(x.to(torch.float64), groups if mean_level == "group" else whole_batch)
+        ids = groups if mean_level == "group" else whole_batch
+        count, mean, same = _set_statistics(x.to(torch.float64), ids, weight)
         out = out - mean
         if leave_one_out:
             # r_i − mean of the others = (r_i − mean) · G/(G − 1). clamp: a set of one sample has no others.
@@ -78,7 +84,7 @@ def normalize(
         out = torch.where(same, 0.0, out)
     if std_level is not None:
         # The std is that of x, not of the centred values: with leave_one_out these are larger by G/(G − 1).
-        out = _divided(out, x.to(torch.float64), groups if std_level == "group" else whole_batch)
+        out = _divided(out, x.to(torch.float64), groups if std_level == "group" else whole_batch, weight)
     return out.to(compute_dtype(x.dtype))
 
 
@@ -174,11 +180,12 @@ def gae(
     return advantages, keep_trained(advantages + values, layout)
 
 
-def _divided(out: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+def _divided(out: Tensor, x: Tensor, ids: Tensor, weight: Tensor | None = None) -> Tensor:
     """out / (unbiased std of x over each set), exactly 0 if the values of the set are all equal."""
-    count, mean, same = _set_statistics(x, ids)
+    count, mean, same = _set_statistics(x, ids, weight)
+    squares = (x - mean).square()
     # clamp: one sample has no unbiased std. Its set counts as `same`, so the value is not used.
-    std = (_set_sum((x - mean).square(), ids) / (count - 1).clamp(min=1)).sqrt()  # [n]
+    std = (_set_sum(squares if weight is None else weight * squares, ids) / (count - 1).clamp(min=1)).sqrt()  # [n]
     # The inner where avoids a division by 0, the outer one gives exactly 0.
     return torch.where(same, 0.0, out / torch.where(same, 1.0, std))
 
@@ -190,12 +197,13 @@ def _set_sum(x: Tensor, ids: Tensor) -> Tensor:
     return torch.zeros_like(x).index_add(0, index, x)[index]
 
 
-def _set_statistics(x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _set_statistics(x: Tensor, ids: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Count, mean and whether all values are equal, of each element's set, [n] each."""
+    weight = torch.ones_like(x) if weight is None else weight.to(x.dtype)
     _, index = ids.unique(return_inverse=True)
     low = torch.full_like(x, torch.inf).scatter_reduce(0, index, x, "amin")[index]
     high = torch.full_like(x, -torch.inf).scatter_reduce(0, index, x, "amax")[index]
     # The tolerance is relative for large rewards and absolute for rewards below 1.
     size = torch.maximum(low.abs(), high.abs()).clamp(min=1)
-    count = _set_sum(torch.ones_like(x), ids)
-    return count, _set_sum(x, ids) / count, high - low <= SAME * size
+    count = _set_sum(weight, ids)
+    return count, _set_sum(weight * x, ids) / count, high - low <= SAME * size

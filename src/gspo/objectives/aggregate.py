@@ -62,7 +62,6 @@ def token_layout(like: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None = 
     """The layout of a batch, from a token-shaped tensor, its mask and, if packed, cu_seqlens."""
     if mask is not None and mask.shape != like.shape:
         raise ValueError(f"mask has shape {tuple(mask.shape)}, the log-probs {tuple(like.shape)}; they must be equal")
-    # As bool, because torch.where needs it; trainers also pass 0/1 as numbers.
     trained = None if mask is None else mask if mask.dtype == torch.bool else mask != 0
     dtype = compute_dtype(like.dtype)
     if cu_seqlens is None:

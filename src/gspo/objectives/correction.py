@@ -1,9 +1,14 @@
 """Behavior correction: the importance weight π_old/μ of sampled tokens, separate from the policy ratio π_θ/π_old.
 
 The canonical form is {level, action, metric, agg, upper, lower, only_negative}; TIS, MIS, IcePop, sequence mask and
-geometric rejection are entries of `algorithms.CORRECTIONS`. exp(Σ log-ratios) goes to 0 or infinity with length, so the
-weight of a sequence is the geometric mean, whatever statistic is compared with the bounds. Only `agg: product`
-(`seq_tis`) weights by the product: the importance weight of the whole sequence, which needs an upper bound.
+geometric rejection are entries of `algorithms.CORRECTIONS`. The meaning is AReaL's:
+
+- level sequence, metric ratio: exp(Σ log-ratios) goes to 0 or infinity with length, so the weight of a sequence is the
+  geometric mean. Only `agg: product` (`seq_tis`) weights by the product: the importance weight of the whole sequence,
+  which needs an upper bound. It is not AReaL's.
+- level sequence, a kl metric: it decides for whole sequences, and each token keeps its own weight.
+- level token, action mask, with one ratio per sequence: masked tokens are not in the ratio s_i, nor in the mean of
+  advantages. They count in every denominator, as they do with token ratios.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gspo.algorithms import CORRECTIONS
-from gspo.objectives.aggregate import TokenLayout, at_tokens, keep_trained, mean_tokens, sum_tokens
+from gspo.objectives.aggregate import TokenLayout, at_tokens, keep_trained, mean_tokens, sum_tokens, token_layout
 from gspo.objectives.surrogate import bounded, kl
 
 DEFAULTS: Mapping[str, Any] = {
@@ -36,7 +41,7 @@ CHOICES = {
 
 
 class Weights(NamedTuple):
-    weight: Tensor  # factor of each token, or of each sequence, [B], at level sequence
+    weight: Tensor  # factor of each token, or of each sequence, [B], at level sequence with metric ratio
     raw: Tensor  # the same before truncation or masking
     outside: Tensor  # bool: outside the bounds, so clamped or masked
 
@@ -70,7 +75,7 @@ def weights(
 ) -> Weights:
     """w = π_old(y_it)/μ(y_it), or its geometric mean or product over the sequence, kept within [lower, upper].
 
-    `form` is canonical; `advantage` has the shape of the result (tokens or sequences). Nothing is differentiated.
+    `form` is canonical; `advantage` is per token or per sequence, as its level. Nothing is differentiated.
     action mask: weight 0 outside the bounds. action clamp: weight truncated to the bounds.
     """
     # The weight is a constant factor: the gradient goes through π_θ/π_old only.
@@ -82,11 +87,11 @@ def weights(
         # KL metrics stay in their own unit; ratio is compared in log space.
         measured = keep_trained(kl(proximal, behavior, form["metric"].removeprefix("kl_")), layout)
     if form["level"] == "sequence":
+        measured = _over_sequence(measured, layout, form["agg"])  # [B]
+    if not by_token(form):
         # The weight is the geometric mean, except for `product`; only the statistic for the bounds depends on `agg`.
         r = sum_tokens(r, layout) if form["agg"] == "product" else mean_tokens(r, layout)  # [B]
-        measured = _over_sequence(measured, layout, form["agg"])  # [B]
     statistic = bounded(measured).exp() if form["metric"] == "ratio" else measured
-    # From here on every tensor is [B] at level sequence, else token-shaped.
     inside = torch.ones_like(statistic, dtype=torch.bool)
     if form["upper"] is not None:
         inside &= statistic <= form["upper"]
@@ -95,6 +100,9 @@ def weights(
     if form["only_negative"]:
         # Samples with A ≥ 0 keep their weight, whatever the statistic is.
         inside |= advantage >= 0
+    if form["level"] == "sequence" and by_token(form):
+        inside = at_tokens(inside, layout)
+    # From here on every tensor is token-shaped if `by_token`, else [B].
     raw = bounded(r).exp()
     if form["action"] == "clamp":
         # torch raises an error for a clamp without bounds.
@@ -106,6 +114,19 @@ def weights(
         weight = torch.where(inside, raw, torch.zeros_like(raw))
     # Adds 0, or NaN where a log-ratio is NaN or infinite: a mask must not hide it.
     return Weights(weight + 0.0 * r, raw, ~inside)
+
+
+def by_token(form: Mapping[str, Any]) -> bool:
+    """Whether each token has a weight of its own; else each sequence."""
+    return form["level"] == "token" or form["metric"] != "ratio"
+
+
+def kept(weights: Weights, layout: TokenLayout, form: Mapping[str, Any]) -> TokenLayout:
+    """The layout without the tokens that a mask of tokens takes out of the ratio of their sequence."""
+    if form["level"] != "token" or form["action"] != "mask":
+        return layout
+    inside = ~weights.outside if layout.mask is None else layout.mask & ~weights.outside
+    return token_layout(weights.weight, inside, layout.cu_seqlens)
 
 
 def to_sequences(token_weights: Weights, layout: TokenLayout) -> Weights:

@@ -2,13 +2,12 @@
 
 loss = −(1/denominator) Σ_i agg_t( A · g(log ratio, sign of A) · w ) + kl_coef · KL(π_θ ‖ π_ref) − entropy_coef · H(π_θ)
 
-A        advantage, per sequence or per token      advantage.py (computed before, by `learner/credit.py`)
-ratio    π_θ/π_old of a token or a sequence        ratio.py
-g        the clip of PPO and GSPO, or another gate gate.py
-w        behavior weight π_old/μ, if corrected     correction.py
-agg      over the tokens of a sequence             aggregate.py (also the denominator)
-own.py   a function of the user in place of −A · g
-KL       to the reference, if kl_coef > 0          kl.py, aggregated in the same way
+A          advantage, per sequence or per token        advantage.py (computed before, by `learner/credit.py`)
+ratio, g   π_θ/π_old of a token or a sequence, its clip or another gate                              surrogate.py
+w          behavior weight π_old/μ, if corrected       correction.py
+agg        over the tokens of a sequence               aggregate.py (also the denominator)
+KL         to the reference, if kl_coef > 0            surrogate.py, aggregated in the same way
+own.py     a function of the user in place of −A · g
 """
 
 from __future__ import annotations
@@ -105,37 +104,46 @@ def loss(
     dtype = compute_dtype(logp.dtype)
     logp = logp.to(dtype)
     others = {"proximal_logp": proximal_logp, "behavior_logp": behavior_logp, "reference_logp": reference_logp}
-    _check_shapes(logp, **others, entropy=entropy)
+    for what, other in {**others, "entropy": entropy}.items():
+        if other is not None and other.shape != logp.shape:
+            raise ValueError(f"{what} has shape {tuple(other.shape)}, logp {tuple(logp.shape)}; they must be equal")
     adv = _advantage(advantage, layout, dtype)
+    # The behavior weight comes first: a sequence ratio is over the tokens that it keeps.
+    kept, weights, form = layout, None, {}
+    if chosen["correction"] is not None:
+        if behavior_logp is None:
+            raise ValueError(f"{name}: correction needs behavior_logp, the sampler's log-probs")
+        form = correction.canonical(chosen["correction"])
+        weights = _weights(form, proximal_logp, behavior_logp, adv, layout)
+        kept = layout if own is not None else correction.kept(weights, layout, form)
     if own is None and _ratio_per_sequence(algorithm, chosen):
         # The mean over the sequence's tokens; a sum would multiply the gradient by |y_i|.
-        adv = Values(adv.mean(layout), per_token=False)
+        adv = Values(adv.mean(kept), per_token=False)
 
-    # Ratio and gate.
     d = token_log_ratio(logp, proximal_logp, layout)  # token-shaped
-    log_s = sequence_log_ratio(d, layout)  # [B]
+    whole = log_s = sequence_log_ratio(d, layout)  # [B]
+    if kept is not layout:
+        d = keep_trained(d, kept)
+        log_s = sequence_log_ratio(d, kept)
     if own is None:
-        value, clipped = _gate(algorithm, chosen, logp, d, log_s, adv, layout)
+        value, clipped = _gate(algorithm, chosen, logp, d, log_s, adv, kept)
     else:
         value, clipped = own.call(objective, logp, proximal_logp, behavior_logp, adv, layout, chosen)
     stats: dict[str, Tensor] = {}
     # The behavior weight multiplies after the gate, so it does not change which ratios are clipped.
-    if chosen["correction"] is not None:
-        if behavior_logp is None:
-            raise ValueError(f"{name}: correction needs behavior_logp, the sampler's log-probs")
-        value, stats = _corrected(value, chosen["correction"], proximal_logp, behavior_logp, adv, layout)
+    if weights is not None:
+        value, stats = _corrected(value, weights, correction.by_token(form), layout)
     if own is None:
         per_sequence = _policy_loss(value, adv, layout, chosen["aggregation"])  # [B]
     else:
         # One value per sequence is its share of the sum already.
         per_sequence = _summed(value, layout, chosen["aggregation"]) if value.per_token else value.x
     # Adds 0, or NaN where a log-ratio is NaN or infinite: a clamp must not turn infinity into a plausible loss.
-    per_sequence = per_sequence + 0.0 * log_s.detach()
+    per_sequence = per_sequence + 0.0 * whole.detach()
     # The KL is added outside the gate: clipped tokens keep the gradient of their KL.
     if chosen["kl_coef"]:
         term, stats["kl"] = _kl_term(name, chosen, logp, reference_logp, layout)  # [B] each
         per_sequence = per_sequence + term
-    # The entropy, too: a clipped token keeps its gradient.
     if chosen["entropy_coef"]:
         per_sequence = per_sequence - _entropy_term(name, chosen, entropy, layout, dtype)
     if weight is not None:
@@ -148,17 +156,11 @@ def loss(
     stats |= {
         "log_s": log_s.detach(),
         "num_tokens": layout.num_tokens,
-        "nonfinite": ~log_s.detach().isfinite(),
+        "nonfinite": ~whole.detach().isfinite(),
         **({} if clipped is None else _clipped_by_sign(clipped, adv, layout)),
     }
     mask_of = torch.zeros_like(log_s, dtype=torch.bool) if clipped is None else clipped.x
     return Objective(per_sequence.sum() / denominator, per_sequence, mask_of, stats)
-
-
-def _check_shapes(logp: Tensor, **others: Tensor | None) -> None:
-    for what, other in others.items():
-        if other is not None and other.shape != logp.shape:
-            raise ValueError(f"{what} has shape {tuple(other.shape)}, logp {tuple(logp.shape)}; they must be equal")
 
 
 def _ratio_per_sequence(algorithm: Algorithm, chosen: Mapping[str, Any]) -> bool:
@@ -193,7 +195,7 @@ def _gate(
     adv: Values,
     layout: TokenLayout,
 ) -> tuple[Values, Values]:
-    """(g of `gate.py`: the objective without its factor A, whether it was clipped), each per token or per sequence."""
+    """(g: the objective without its factor A, whether it was clipped), each per token or per sequence."""
     gate, per_token = GATES[algorithm.gate], not _ratio_per_sequence(algorithm, chosen)
     log_ratio = _log_ratio(chosen["level"], per_token, logp, d, log_s, layout)
     ratio = Ratio(log_ratio, per_token, adv, logp, d, layout)
@@ -209,27 +211,23 @@ def _log_ratio(level: str, per_token: bool, logp: Tensor, d: Tensor, log_s: Tens
     return d
 
 
-def _corrected(
-    value: Values,
-    given: str | Mapping[str, Any],
-    proximal: Tensor,
-    behavior: Tensor,
-    adv: Values,
-    layout: TokenLayout,
-) -> tuple[Values, dict[str, Tensor]]:
-    """`value` times the behavior weight π_old/μ, and the weight's statistics, [B].
-
-    The weight is computed at the correction's own level, then brought to the shape of `value`.
-    """
-    form = correction.canonical(given)
+def _weights(
+    form: Mapping[str, Any], proximal: Tensor, behavior: Tensor, adv: Values, layout: TokenLayout
+) -> correction.Weights:
+    """The behavior weights π_old/μ, at the level of the correction."""
     # The advantage matters to `only_negative` alone.
     advantage = adv.mean(layout) if form["level"] == "sequence" else adv.at_tokens(layout)
     dtype = compute_dtype(proximal.dtype)
-    weights = correction.weights(proximal.to(dtype), behavior.to(dtype), advantage, layout, form)
-    # From here on the weights have the shape of `value`.
-    if form["level"] == "sequence" and value.per_token:
+    return correction.weights(proximal.to(dtype), behavior.to(dtype), advantage, layout, form)
+
+
+def _corrected(
+    value: Values, weights: correction.Weights, by_token: bool, layout: TokenLayout
+) -> tuple[Values, dict[str, Tensor]]:
+    """`value` times the behavior weight in the shape of `value`, and the weight's statistics, [B]."""
+    if value.per_token and not by_token:
         weights = correction.to_tokens(weights, layout)
-    elif form["level"] == "token" and not value.per_token:
+    elif by_token and not value.per_token:
         weights = correction.to_sequences(weights, layout)
     stats = {
         "correction": Values(weights.weight, value.per_token).mean(layout),
@@ -324,7 +322,6 @@ def _settings(algorithm: Algorithm, given: Mapping[str, Any]) -> dict[str, Any]:
         "aggregation": algorithm.aggregation,
         "max_new_tokens": None,
     }
-    # Names, then choices, then ranges. None switches a bound off, so it is allowed.
     chosen = with_defaults(algorithm.name, known, given)
     gate = GATES[algorithm.gate]
     if gate.level not in (None, chosen["level"]):

@@ -90,7 +90,6 @@ def call(
         raise ValueError(f"{name_of(function)} needs {', '.join(missing)}, which the caller of the loss has not given")
     given: dict[str, Any] = {"logp": logp, "proximal_logp": proximal_logp.detach().to(dtype), "layout": layout}
     given["behavior_logp"] = None if behavior_logp is None else behavior_logp.detach().to(dtype)
-    # Computed only if it is asked for.
     if "advantage" in asked.inputs:
         given["advantage"] = advantage.mean(layout)  # [B]
     if "token_advantage" in asked.inputs:
@@ -124,8 +123,6 @@ def _shaped(function: Callable[..., Any], what: str, x: Any, layout: TokenLayout
 def name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
-
-# -- A call before the first step -----------------------------------------------------------------------------------
 
 _LENGTHS = (3, 1, 4, 2, 5, 3)
 _ADVANTAGES = (1.0, -1.0, 0.5, -2.0, 1.5, -0.25)

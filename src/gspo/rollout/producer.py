@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -40,24 +40,10 @@ Scored = tuple[Hashable, tuple[Outcome, ...]]
 POLL_S = 0.005
 
 
-class GroupSource(Protocol):
-    """The part of a `RolloutProducer` that shared samplers and rewards use."""
-
-    background: bool
-    engine: Sampler
-    scorer: Rewards
-    lock: threading.RLock
-    sample_inboxes: dict[SampleId, deque[Sample]]
-    reward_inboxes: dict[Hashable, deque[Scored]]
-
-    def poll_sampler(self) -> None: ...
-    def poll_rewards(self, deadline_s: float | None, done: Callable[[], bool]) -> None: ...
-
-
 class SharedSampler:
     """A sampler for requests other than training's; it returns only the samples that were submitted here."""
 
-    def __init__(self, source: GroupSource) -> None:
+    def __init__(self, source: RolloutProducer) -> None:
         self._source = source
         self._inbox: deque[Sample] = deque()
         self._num_out = 0
@@ -106,7 +92,7 @@ class SharedSampler:
 class SharedRewards:
     """Rewards for groups other than training's; it returns only the outcomes that were submitted here."""
 
-    def __init__(self, source: GroupSource) -> None:
+    def __init__(self, source: RolloutProducer) -> None:
         self._source = source
         self._inbox: deque[Scored] = deque()
         self._num_out = 0
@@ -239,12 +225,9 @@ class RolloutProducer:
         if self._thread is not None:
             self._thread.join(CLOSE_S)  # wait: CLOSE_S, the trainer
 
-    # Inline
-
     def _fill(self, version: int, clock: Clock) -> None:
         """Sample what the bound admits; then wait for the scores of the next batch only."""
         while submissions := self.buffer.submit(version):
-            # Sample everything that the bound admits, and submit each complete group for scoring.
             for sample in self._workflow(self._requests(submissions), self.engine):
                 self._add(sample)
             self._assembler.refuse_missing(len(submissions))
@@ -258,8 +241,6 @@ class RolloutProducer:
             with clock("reward"):
                 reached("reward.wait")
                 self.poll_rewards(None, lambda: self.buffer.ready)
-
-    # Background
 
     def _wait(self, version: int) -> None:
         with self._changed:
@@ -311,7 +292,6 @@ class RolloutProducer:
 
     def _collect(self) -> None:
         """Take what the sampler and the rewards have ready."""
-        # Take samples first: they complete groups, which are then scored and filtered.
         if self._assembler:
             self.poll_sampler()
             if self._assembler and time.monotonic() - self._last_sample_at > self._timeout_s:
@@ -325,8 +305,6 @@ class RolloutProducer:
             self._filter(self._reject_reason)
         if self.buffer.ready:
             self._changed.notify_all()
-
-    # Both modes
 
     def poll_sampler(self) -> None:
         """Take finished samples: training's own, or those of a `SharedSampler`, which go to its inbox."""
@@ -352,7 +330,6 @@ class RolloutProducer:
                 return
 
     def _requests(self, submissions: Sequence[int]) -> list[Request]:
-        # Nothing was outstanding, so the time without samples begins now.
         if submissions and not self._assembler:
             self._last_sample_at = time.monotonic()
         return self._assembler.expect([(i, self._prompt_of(i)) for i in submissions])

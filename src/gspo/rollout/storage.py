@@ -44,7 +44,6 @@ def unpack_groups(
 ) -> tuple[Group, ...]:
     """The groups that `pack_groups` was given, bit for bit."""
     prompts = {row["submission"]: prompt_of(row["submission"]) for row in rows}
-    # In the order of the arrays: of each sample the sample itself, then its other sequences.
     parts = [
         (row["submission"], part) for row in rows for each in row["samples"] for part in (each, *each.get("rest", ()))
     ]

@@ -78,9 +78,8 @@ class RunDir:
 
         self.lock.check()
         name = step_name(step)
-        with write_run_file(self.path / "samples" / f"{name}.jsonl") as tmp:
-            reached("record.samples")
-            tmp.write_text("".join(to_json(row) + "\n" for row in rows), encoding="utf-8")
+        reached("record.samples")
+        _write_rows(self.path / "samples" / f"{name}.jsonl", rows)
         if tokens:
             with write_run_file(self.path / "samples" / f"{name}.safetensors") as tmp:
                 save_file(dict(tokens), tmp)
@@ -89,8 +88,7 @@ class RunDir:
         """The held-out answers of a step."""
         self.lock.check()
         (self.path / "evals").mkdir(exist_ok=True)
-        with write_run_file(self.path / "evals" / f"{step_name(step)}.jsonl") as tmp:
-            tmp.write_text("".join(to_json(row) + "\n" for row in rows), encoding="utf-8")
+        _write_rows(self.path / "evals" / f"{step_name(step)}.jsonl", rows)
 
     def images(self, shown: Iterable[Images | None]) -> None:
         """A small picture of what each prompt shows, by digest; the oldest are deleted above the limit."""
@@ -112,8 +110,7 @@ class RunDir:
     def pass_rates(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """The pass rate of every visited row of the training data."""
         self.lock.check()
-        with write_run_file(self.path / "pass_rates.jsonl") as tmp:
-            tmp.write_text("".join(to_json(row) + "\n" for row in rows), encoding="utf-8")
+        _write_rows(self.path / "pass_rates.jsonl", rows)
 
     def delete_samples(self, up_to: int) -> None:
         """Delete the samples and held-out answers of step `up_to` and of all steps before it."""
@@ -125,10 +122,7 @@ class RunDir:
         """Delete what was written after `step`: a resumed run writes it again."""
         file = self.path / "metrics.jsonl"
         if file.exists():
-            # A row without a step counts as step 0.
-            kept = [row for row in read_jsonl(file) if row.get("step", 0) <= step]
-            with write_run_file(file) as tmp:
-                tmp.write_text("".join(to_json(row) + "\n" for row in kept), encoding="utf-8")
+            _write_rows(file, [row for row in read_jsonl(file) if row.get("step", 0) <= step])
         for sample in self._step_files():
             written = step_of(sample.name)
             # Other suffixes are temporary files that a killed process left.
@@ -161,6 +155,11 @@ class RunDir:
             self._metrics = None
         # Last: another trainer may open the directory as soon as the lock is released.
         self.lock.close()
+
+
+def _write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    with write_run_file(file) as tmp:
+        tmp.write_text("".join(to_json(row) + "\n" for row in rows), encoding="utf-8")
 
 
 # Files that a run opens by name. A directory in their place would be an error of the operating system half way.
@@ -468,7 +467,6 @@ def resume(
         run.cut_back(-1)
         return None
     for folder, manifest in checkpoint.latest(run.checkpoints):
-        # Damaged: report it and try the next older checkpoint.
         if isinstance(manifest, CheckpointError):
             say(f"ignored: {manifest}")
             continue

@@ -136,7 +136,6 @@ def _weights(policy: PolicyModule, folder: Path, shard: str) -> None:
     plan = split_torch_state_dict_into_shards(tensors, max_shard_size=shard)
     for file, names in plan.filename_to_tensors.items():
         save_file({name: tensors[name] for name in names}, folder / file, metadata={"format": "pt"})
-    # Readers need an index only if there are several files.
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")

@@ -6,7 +6,7 @@ belongs to. The in-process engine decodes inside `completed()`; a client of serv
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -86,6 +86,15 @@ def rows_at_once(num_weights: int, max_new_tokens: int, max_staleness: int = 0) 
     if num_weights >= 2**22 or max_staleness:
         return 256
     return min(max(2**18 // max_new_tokens, 256), 1024)
+
+
+def completes_stop(tokens: Any, stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> bool:
+    """Whether the last of `tokens` completes a stop string. Only the tail that can hold one is decoded."""
+    # A token has at least one byte of the string.
+    tail = [int(token) for token in tokens[-max(len(stop.encode()) for stop in stops) - 8 :]]
+    # A character that is cut in half decodes to U+FFFD: it was not part of the text before.
+    text, before = decode(tail), len(decode(tail[:-1]).rstrip("\ufffd"))
+    return any(text.rfind(stop) + len(stop) > before for stop in stops if stop in text)
 
 
 def completed_by_prefix(request: Request) -> Sample | None:
@@ -186,7 +195,6 @@ def invalid_reason(
         np.array_equal(getattr(sample, name)[:num_prefix], getattr(request.prefix, name)) for name in TOKEN_ARRAYS
     ):
         return "it does not begin with its prefix"
-    # The prefix is unchanged. From here on, only new tokens are checked.
     tokens, logp = sample.tokens[num_prefix:], sample.behavior_logp[num_prefix:]
     if len(tokens) and not (tokens.min() >= 0 and tokens.max() < num_vocab):
         return f"tokens {tokens.min()}…{tokens.max()} are not all inside the vocabulary of {num_vocab}"
@@ -213,7 +221,6 @@ def invalid_reason(
 
 def _invalid_routes(request: Request, sample: Sample, experts: Experts) -> str | None:
     """Routes are [tokens, layers, experts per token], of the sample and of its prompt: both or neither."""
-    # An empty prefix is the same as none.
     prefix = request.prefix if request.prefix is not None and len(request.prefix.tokens) else None
     routes, given = sample.extras.routes, None if prefix is None else prefix.extras.routes
     if routes is None:

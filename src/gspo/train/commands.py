@@ -111,7 +111,6 @@ def score_figures(groups: Sequence[Group], num_samples: int) -> dict[str, Any]:
     answered = [scores for scores in scored if scores]
     counts = [(len(scores), sum(bool(is_correct(score)) for score in scores)) for scores in answered]
     samples = [sample for group in groups for sample in group.samples]
-    # k = 1, 2, 4, … and num_samples itself.
     powers = {1 << i for i in range(num_samples.bit_length())} | {num_samples}
     names = list(dict.fromkeys(group.prompt.source for group in groups))
     whole = summarise_groups(groups, num_samples)

@@ -13,12 +13,10 @@ from gspo.data import Data
 from gspo.faults import reached
 from gspo.learner import Learner, Reference, batch_with_advantages, reference_logp
 from gspo.monitor import images_of, question_of, turns_of
-from gspo.rewards import Rewards
-from gspo.rollout import Workflow, refuse_failures, sample_groups, single_turn
-from gspo.sampling import Sampler
+from gspo.rollout import refuse_failures, sample_groups
 from gspo.stats import mean_interval, share_interval
 from gspo.system import Every
-from gspo.types import Group, Outcome, SamplingParams, Score
+from gspo.types import Group, Outcome, Score
 
 # The first submission index of evaluations: no training prompt gets there, so no draw is shared with training.
 FIRST = 1 << 40
@@ -58,25 +56,16 @@ def evaluate(
     *,
     num_problems: int | None,
     num_samples: int,
-    params: SamplingParams,
-    sampler: Sampler,
-    rewards: Rewards,
-    decode: Callable[[Sequence[int]], str],
-    workflow: Workflow = single_turn,
+    **how: Any,
 ) -> tuple[Evaluation, list[Group]]:
-    """Sample the first `num_problems` rows of held-out data `num_samples` times each (None: all rows)."""
+    """Sample the first `num_problems` rows of held-out data `num_samples` times each (None: all rows).
+
+    how: further keywords of `rollout.sample_groups`.
+    """
     reached("eval.begin")
     count = len(data) if num_problems is None else min(num_problems, len(data))
     prompts = [(FIRST + row, data.prompt(row)) for row in range(count)]
-    groups = sample_groups(
-        prompts,
-        num_samples=num_samples,
-        params=params,
-        sampler=sampler,
-        rewards=rewards,
-        decode=decode,
-        workflow=workflow,
-    )
+    groups = sample_groups(prompts, num_samples=num_samples, **how)
     return summarise_groups(groups, num_samples), groups
 
 
@@ -100,10 +89,8 @@ class Evaluator:
         **how: Any,
     ) -> None:
         self._data, self._how, self._every = data, how, every
-        self.rows = rows
-        self._max_failure_fraction = max_failure_fraction
-        self._last_time = time.monotonic()
-        self.at_start, self.best = at_start, best
+        self.rows, self.at_start, self.best = rows, at_start, best
+        self._max_failure_fraction, self._last_time = max_failure_fraction, time.monotonic()
 
     def is_due(self, step: int) -> bool:
         return self._every.is_due(step, time.monotonic() - self._last_time)
@@ -163,7 +150,6 @@ def is_graded_score(outcome: Score) -> bool:
 
 def summarise_groups(groups: Sequence[Group], k: int) -> Evaluation:
     """Scores with 95 % intervals over problems (samples of one problem are not independent)."""
-    # One list per problem with a score; failed rewards are left out.
     scored = [[o for o in group.outcomes if isinstance(o, Score)] for group in groups]
     answered = [scores for scores in scored if scores]
     every = [score for scores in answered for score in scores]

@@ -48,7 +48,7 @@ class Loop:
             token_values = by_name("gspo.learner.critic:token_values")
             with clock("critic"):
                 batch = replace(batch, values=token_values(learner.critic, batch))
-        batch = batch if learner.credit is None else with_token_advantages(batch, learner.credit)
+        batch = with_token_advantages(batch, learner.credit)
         if learner.teacher is not None:
             with clock("teacher"):
                 logp = learner.teacher.logp(batch)

@@ -28,7 +28,7 @@ from gspo.train.build.data import (
     reward_problems,
 )
 from gspo.train.build.given import Given
-from gspo.train.build.learner import alphabet_warning, context_length, make_learner, make_updater, run_identity
+from gspo.train.build.learner import context_length, make_learner, make_updater, run_identity
 from gspo.train.build.rollout import (
     decoder,
     make_filter,
@@ -94,20 +94,10 @@ def open_parts(given: Given, world: World, stop: StopRequest) -> Iterator[Parts]
         )
 
 
-@dataclass(frozen=True)
-class _Inputs:
+def _open_inputs(
+    given: Given, world: World, outer: ExitStack, inner: ExitStack
+) -> tuple[RunDir, Learner, Data, Data | None, Answering]:
     """What rank 0 opens before it knows where the run resumes: the run directory, the models and the data."""
-
-    run: RunDir
-    learner: Learner
-    data: Data
-    valid: Data | None
-    answering: Answering
-    total_steps: int
-    steps_per_epoch: int
-
-
-def _open_inputs(given: Given, world: World, outer: ExitStack, inner: ExitStack) -> _Inputs:
     config = given.loaded.config
     # The lock of the run directory comes first, so that a second trainer fails before it loads a model.
     run = RunDir(config.run_path)
@@ -130,17 +120,15 @@ def _open_inputs(given: Given, world: World, outer: ExitStack, inner: ExitStack)
     data, valid = open_data(config, given.dataset, given.valid, reader, max_context, given.environment)
     answering = make_answering(given, rewards, learner, data, valid, max_context)
     inner.callback(answering.close)
-    return _Inputs(run, learner, data, valid, answering, *length_of(config, len(data)))
+    return run, learner, data, valid, answering
 
 
 def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack, inner: ExitStack) -> LeaderParts:
-    loaded, config, opened = given.loaded, given.loaded.config, _open_inputs(given, world, outer, inner)
-    run, learner, data, answering = opened.run, opened.learner, opened.data, opened.answering
-    total_steps, policy, decode = opened.total_steps, learner.policy, decoder(learner.tokenizer)
-    display = make_display(f"gspo · {run.path}", total_steps)
-    inner.callback(display.close)
-    say = _speaker(run, display)
-    outer.enter_context(stalls_logged(run.path / "log.txt", say))
+    loaded, config = given.loaded, given.loaded.config
+    run, learner, data, valid, answering = _open_inputs(given, world, outer, inner)
+    total_steps, steps_per_epoch = length_of(config, len(data))
+    policy, decode = learner.policy, decoder(learner.tokenizer)
+    display, say = _open_display(run, total_steps, outer, inner)
     for line in headline(loaded):
         say(line)
     # Resume before the sampler is made, because the sampler gets the resumed weights.
@@ -174,8 +162,7 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
     outer.callback(producer.close)
     recorder = make_recorder(loaded, run, learner, display, say, decode)
     inner.callback(recorder.close)
-    # Last: before this point there is nothing to save, and a signal ends the run at once.
-    stop.defer(say)
+    stop.defer(say)  # last: before this point there is nothing to save, and a signal ends the run at once
     return LeaderParts(
         path=run.path,
         world=world,
@@ -189,44 +176,38 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
         producer=producer,
         say=say,
         data=data,
-        valid=opened.valid,
+        valid=valid,
         sampler=sampler,
         rewards=answering.rewards,
         workflow=answering.workflow,
         decode=decode,
         prompt_of=prompt_of,
         evaluator=make_evaluator(
-            config, opened.valid, producer, decode, answering.evaluation_workflow,
-            total_steps=total_steps, steps_per_epoch=opened.steps_per_epoch, samples=answering.scores,
+            config, valid, producer, decode, answering.evaluation_workflow,
+            total_steps=total_steps, steps_per_epoch=steps_per_epoch, samples=answering.scores,
         ),
         recorder=recorder,
-        saver=make_saver(config, run, learner, identity, opened.steps_per_epoch, state.step),
-        opening_messages=[*_opening_messages(given, opened, is_new=not state.step), *(changed if state.step else ())],
+        saver=make_saver(config, run, learner, identity, steps_per_epoch, state.step),
+        opening_messages=opening_messages(given, data, valid, learner, answering.messages)
+        + (changed if state.step else reward_problems(given, answering, data, learner.tokenizer)),
         count_episodes=answering.count_episodes,
         curriculum=curriculum,
     )  # fmt: skip
 
 
-def _speaker(run: RunDir, display: Display) -> Callable[[str], None]:
-    """Messages of the run go to the screen and to log.txt."""
+def _open_display(
+    run: RunDir, total_steps: int, outer: ExitStack, inner: ExitStack
+) -> tuple[Display, Callable[[str], None]]:
+    """The display, and a function for messages of the run: they go to the screen and to log.txt."""
+    display = make_display(f"gspo · {run.path}", total_steps)
+    inner.callback(display.close)
 
     def say(message: str) -> None:
         display.say(message)
         run.log(message)
 
-    return say
-
-
-def _opening_messages(given: Given, opened: _Inputs, *, is_new: bool) -> list[str]:
-    loaded, learner, answering = given.loaded, opened.learner, opened.answering
-    messages = [
-        *opening_messages(loaded, given.warnings, opened.data, opened.valid, learner),
-        *alphabet_warning(loaded.config, opened.data.prompt(0).text),
-        *answering.messages,
-    ]
-    if is_new and answering.checks_reward:
-        messages += reward_problems(loaded.config, given.reward, answering.rewards, opened.data, learner.tokenizer)
-    return messages
+    outer.enter_context(stalls_logged(run.path / "log.txt", say))
+    return display, say
 
 
 def _open_follower(given: Given, world: World, stop: StopRequest, outer: ExitStack) -> Parts:

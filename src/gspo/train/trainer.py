@@ -217,9 +217,10 @@ class Trainer:
         # return.
         relaunch(self.loaded)
         wait_without_spinning()  # before torch is imported
-        from gspo.train.build.learner import join_ranks
+        from gspo.learner import joined
+        from gspo.train.build.learner import num_ranks
 
-        with join_ranks(self.config, self.stop) as world:
+        with joined(num_ranks(self.config), self.config.stall_timeout, self.stop) as world:
             with self.open(world) as loop:
                 summary = loop.run()
             # After rank 0 has closed its parts. The other ranks wait for this command and return the same summary.

@@ -175,7 +175,6 @@ class Updater:
             return
         eps = plan.settings.get((clip_range_of(plan.settings) or CLIP_RANGE)[0])
         source = choose_proximal_source(measured, eps, state.proximal)
-        # Log the first decision and every change.
         if measured is not None and (first or source != state.proximal):
             what = "the sampler's log-probs" if source == "sampler" else "log-probs computed again"
             parts = (

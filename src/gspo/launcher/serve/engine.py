@@ -122,9 +122,6 @@ def max_running(config: Config) -> int:
     return config.rollout.max_concurrent_rollouts or 256
 
 
-# The engine's process
-
-
 class EngineProcess(subprocess.Popen[bytes]):
     """The engine's server. Its output is copied to ours, and its first error of the last minute is remembered.
 
@@ -163,7 +160,6 @@ _EXCEPTION = re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?((?:\w+\.)*\w*(?:Er
 def start_engine(start: Start) -> EngineProcess:
     """Start the engine as a child that is killed with this process and writes to the same log."""
     env = {**os.environ, **start.env}
-    # The engine does not need the run's secret.
     env.pop(TOKEN, None)
     print(f"starting {shlex.join(start.argv)}", flush=True)
     return EngineProcess(dying_with_parent(start.argv), env)
@@ -204,7 +200,6 @@ def watch_engine(
             progress_at = now
         elif now - measured_at > MEASURE_S:
             measured_at = now
-            # A failed measurement counts as no progress.
             with suppress(GspoError):
                 if (measured := sampler.progress()) != progress:
                     progress, progress_at = measured, time.monotonic()

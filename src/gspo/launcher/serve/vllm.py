@@ -72,7 +72,6 @@ def adapter_folders(config: Config, source: str, folder: Path) -> Callable[[str,
         return None
     model = without_weights(source)
     set_trained_part(config, model)
-    # Only names and shapes are needed, so the model is built without weights.
     expected = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
 
     def write(path: str, sha256: str) -> Path:

@@ -120,7 +120,6 @@ class ChunkedHead(torch.autograd.Function):
                 z.exp_().mul_(row_grad.neg_()[:, None])
             # Add g · onehot. accumulate: two targets of a row can be the same token.
             z.index_put_((row, token), grad, accumulate=True)  # now d logits/T, [c, V]
-            # Chain rule through the soft cap.
             if slope is not None:
                 z.mul_(slope)
             if d_bias is not None:

@@ -1,4 +1,4 @@
-"""PolicyModule: trunk and head of one model, `forward(packed) → logp, entropy`.
+"""PolicyModule: trunk and head of one model in one `forward(packed) → logp, entropy`, which sharding and hooks wrap.
 
 A pass leaves holes in the C library's heap between the tensors that it keeps, and does not fill them again: 0.4 of
 3.2 GB for SmolLM2-135M's shape, measured. The probable cause: PyTorch aligns tensors to 64 bytes, and glibc takes a
@@ -10,8 +10,7 @@ Autograd keeps g, u, act(g) and the product act(g) · u, each of the intermediat
 activations. The last two are elementwise functions of the first two, so the backward pass can compute them again
 for about a hundredth of its time. The operations are the same ones, so every bit of the gradients is the same.
 
-`PolicyModule` wraps the trunk and the head of one transformers model in one `forward`, so that sharding, adapters and
-hooks apply to that call. Logits are computed for the targets only, in chunks (`head.py`).
+Logits are computed for the targets only, in chunks (`head.py`).
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ def return_memory_between_layers(model: nn.Module) -> int:
     """
     if sum(weight.numel() for weight in model.parameters()) < MIN_WEIGHTS:
         return 0
-    # The layers of a transformers model.
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     last_of_parts = layers[:: -max(len(layers) // NUM_RETURNS, 1)]
     for layer in last_of_parts:
@@ -322,7 +320,6 @@ class PolicyModule(nn.Module):
         if vision is None:
             reason = self.images_refused or "it has no vision tower that transformers can run apart from its text part"
             raise DataError(f"{type(self.model).__name__} takes no images: {reason}")
-        # Made once for a row and a model: it does not depend on the weights.
         made = packed.__dict__.get("placement")
         if made is None or made[0] is not vision:
             tree = packed.layout

@@ -200,7 +200,6 @@ def _tree(family: Sequence[Completion]) -> list[tuple[NDArray[np.integer[Any]], 
         while members:
             first = members[0]
             inputs = family[first].tokens[: family[first].num_inputs]
-            # This completion ends here: nothing of it is left to lay out.
             if len(inputs) == begin:
                 members = members[1:]
                 continue
@@ -265,7 +264,6 @@ def pack(items: Sequence[PackItem], *, share_prefix: bool = True, vocab_size: in
     def append(tokens: NDArray[np.integer[Any]], parent: int) -> int:
         nonlocal end
         segments.append((tokens, parent))
-        # A root segment begins with the prompt of its item.
         shown.append(item.shown)
         num_shown.append(len(item.prompt) if parent < 0 else 0)
         end += len(tokens)
@@ -299,7 +297,6 @@ def pack(items: Sequence[PackItem], *, share_prefix: bool = True, vocab_size: in
             if completion.is_trained:
                 inputs = completion.tokens[: completion.num_inputs]
                 if not share:
-                    # Prompt and inputs are contiguous in the row.
                     begin = append(np.concatenate([item.prompt, inputs]), -1)
                     sources = trained + (begin + num_prompt - 1)
                 elif completion.index in branches:
@@ -420,7 +417,6 @@ def _by_length(rows: list[PackItem], max_tokens: int | None, min_batches: int) -
         """Consecutive rows, as many as fit. For sorted rows no other cut has fewer micro-batches."""
         batches: list[list[int]] = []
         for i in order:
-            # The first row of a micro-batch is its longest.
             if batches and (len(batches[-1]) + 1) * sizes[batches[-1][0]] <= limit:
                 batches[-1].append(i)
             else:
@@ -456,7 +452,6 @@ def split_over_ranks(items: Sequence[PackItem], num: int, *, layout: Layout = "s
     if layout == "padded":
         # Nothing ties the sequences of a group together. Every rank gets rows of all lengths, long ones first.
         items = single_sequences(items)
-    # The mean size of a part, rounded up.
     share = -(-sum(item.num_tokens(share_prefix=share_prefix) for item in items) // num)
     best: tuple[int, list[list[PackItem]]] | None = None
     # Try finer and finer cuts of large groups. Each cut repeats prompts, so it must be better by a margin.
@@ -525,7 +520,6 @@ def _cut(item: PackItem, max_tokens: int | None, share_prefix: bool) -> list[Pac
     together = _together(item, max_tokens - num_prompt, share_prefix)
     # A part contains its prompt once (shared) or once per completion (plain).
     each = [_cost(family, 0 if share_prefix else num_prompt, share_prefix) for family in together]
-    # Tokens left for completions in a part, after its prompt.
     room = max(1, max_tokens - (num_prompt if share_prefix else 0))
     num = max(2, -(-sum(each) // room))
     trained = sum(any(c.is_trained for c in family) for family in together)

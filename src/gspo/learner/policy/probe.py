@@ -351,22 +351,18 @@ def _not_finite(policy: PolicyModule) -> str:
 
 def image_prompts(processor: Processor) -> list[Prompt]:
     """A prompt with one image, and one with two of other sizes; text is between two images."""
+    from PIL import Image
+
     draw = rng.generator(0, "probe images")
     found = []
     for sizes in (((64, 48),), ((48, 64), (32, 32))):
         # Noise, so that no two patches are equal.
         pixels = [draw.integers(0, 256, (height, width, 3)).astype(np.uint8) for width, height in sizes]
-        files = [ImageFile("probe", partial(_picture, array)) for array in pixels]
+        files = [ImageFile("probe", partial(Image.fromarray, array)) for array in pixels]
         text = "".join(f"{processor.placeholder} a " for _ in files)
         tokens, images = processor.prompt(text, files)
         found.append(Prompt(tokens, text, images=images))
     return found
-
-
-def _picture(pixels: NDArray[np.uint8]) -> Any:
-    from PIL import Image
-
-    return Image.fromarray(pixels)
 
 
 def _without(token: int, items: list[PackItem]) -> list[PackItem]:

@@ -101,8 +101,6 @@ class Vision:
         """Whether features depend on the images alone, so that they are computed once."""
         return not any(p.requires_grad for p in self._parameters)
 
-    # Tower
-
     def encoder_output(self, prompts: Sequence[ShownPrompt], placement: Placement) -> Any:
         """What `mm_encoder_outputs` takes as "image": a feature for every placeholder of the row, in its order."""
         features = self.features(prompts)
@@ -173,8 +171,6 @@ class Vision:
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(array).to(self.model.device)
         return tensor.to(self.model.dtype) if tensor.is_floating_point() else tensor
-
-    # Row
 
     def lay_out(self, tokens: _Ints, positions: _Ints, start: _Ints, length: _Ints, shown: Shown) -> Placement:
         """The placement of a row: tokens [N] at positions [N], in segments [S]."""

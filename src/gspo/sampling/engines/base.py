@@ -27,7 +27,14 @@ from numpy.typing import NDArray
 
 from gspo import rng
 from gspo.errors import RolloutError, WeightSyncError
-from gspo.sampling.api import Experts, completed_by_prefix, interrupted, invalid_reason, validate_request
+from gspo.sampling.api import (
+    Experts,
+    completed_by_prefix,
+    completes_stop,
+    interrupted,
+    invalid_reason,
+    validate_request,
+)
 from gspo.system import HttpClient, Reply, ReplyTooLargeError
 from gspo.types import Extras, FinishReason, Kept, Request, Routes, Sample, SampleId
 
@@ -55,7 +62,6 @@ def reply_object(reply: Reply) -> dict[str, Any]:
     text = reply.content.decode("utf-8", "replace")
     if reply.status != 200:
         raise InvalidReplyError(f"it answered {reply.status}: {text[:300]}")
-    # Some commands answer with status 200 and no body.
     if not text:
         return {}
     try:
@@ -118,13 +124,8 @@ def cut_at_stop(sample: Sample, request: Request, decode: Callable[[Sequence[int
     # Without a prefix, the engine has searched the whole completion itself.
     if not num_prefix:
         return sample
-    tokens, longest = sample.tokens.tolist(), max(len(stop.encode()) for stop in params.stop)
-    # Try every possible end among the new tokens, shortest first.
-    for num in range(max(num_prefix + 1, params.min_new_tokens), len(tokens) + 1):
-        tail = tokens[max(0, num - longest - 8) : num]
-        # A character that is cut in half decodes to U+FFFD: it was not part of the text before.
-        text, before = decode(tail), len(decode(tail[:-1]).rstrip("\ufffd"))
-        if any(text.rfind(stop) + len(stop) > before for stop in params.stop if stop in text):
+    for num in range(max(num_prefix + 1, params.min_new_tokens), len(sample.tokens) + 1):
+        if completes_stop(sample.tokens[:num], params.stop, decode):
             return replace(sample.up_to(num), finish="stop")
     return sample
 
@@ -216,12 +217,9 @@ class EngineSampler(ABC):
         self._paused = self._asleep = self._closed = self._interrupting = False
         self._http, self._slots = address.open(concurrent), asyncio.Semaphore(concurrent)
 
-    # The interface
-
     def submit(self, requests: Sequence[Request]) -> None:
         if self._closed:
             raise RolloutError("the sampler is closed: nothing can be submitted")
-        # All are checked before any is queued.
         for request in requests:
             self._validate(request)
         for request in requests:
@@ -276,7 +274,6 @@ class EngineSampler(ABC):
             self._post(*self.release)
 
     def wake(self) -> None:
-        # The engine needs its memory back before it gets requests.
         if self._asleep and self._can_sleep:
             self._post(*self.reclaim)
         self._asleep = False
@@ -302,8 +299,6 @@ class EngineSampler(ABC):
             self._closed = True
             self._http.close()
 
-    # Beside the interface
-
     @abstractmethod
     def load_published(self, version: int, path: str, sha256: str) -> None:
         """Load a published weight version; interrupted samples continue with it."""
@@ -323,8 +318,6 @@ class EngineSampler(ABC):
     def is_busy(self) -> bool:
         return bool(self._in_flight)
 
-    # What differs between engines
-
     @abstractmethod
     def _body(self, request: Request) -> dict[str, Any]:
         """The body of a sampling request."""
@@ -340,8 +333,6 @@ class EngineSampler(ABC):
     def _routes(self, reply: Mapping[str, Any], request: Request, completion: NewTokens) -> Routes | None:
         """Of the new tokens, and of the prompt; None if the engine is not asked for them."""
         return None
-
-    # Requests
 
     def _is_stopped(self) -> bool:
         return self._paused or self._asleep or self._closed
@@ -474,8 +465,6 @@ class EngineSampler(ABC):
     def _mark_broken(self, why: str) -> RolloutError:
         self.broken = self.broken or why
         return RolloutError(why)
-
-    # HTTP
 
     def _get(self, path: str) -> dict[str, Any]:
         return self._parsed(path, self._call("GET", path))

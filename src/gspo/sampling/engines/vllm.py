@@ -184,15 +184,12 @@ class VllmSampler(EngineSampler):
         most = min(params.top_k or MAX_KEPT, MAX_KEPT, self._num_vocab)
         return most, min(2 * most, self._num_vocab)
 
-    # Weights
-
     def _load_adapter(self, version: int, path: str, sha256: str, folders: Callable[[str, str], Path]) -> None:
         """Load a version as an adapter of its own name, then remove the one before; a failed load keeps that one.
 
         Names contain a digest, as versions of another trainer may have the same numbers.
         """
         name, before = f"{NAME}-{version}-{sha256[:16]}", self._model
-        # vLLM already serves this adapter.
         if name == before:
             return
         try:
@@ -208,7 +205,6 @@ class VllmSampler(EngineSampler):
         # Before the first adapter, the base model was served; it cannot be unloaded.
         if before != NAME:
             self._command("/v1/unload_lora_adapter", {"lora_name": before})
-        # The folders of older versions are not needed any more.
         for older in folder.parent.glob("adapter-*"):
             if older != folder:
                 shutil.rmtree(older, ignore_errors=True)
@@ -250,9 +246,6 @@ def _choice(reply: Mapping[str, Any], model: str) -> Mapping[str, Any]:
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise InvalidReplyError("its reply does not hold one choice")
     return choices[0]
-
-
-# What config.backends.ENGINES asks, before a process starts
 
 
 def takes_adapter(flags: Mapping[str, Any], rank: int, on_experts: bool) -> bool:

@@ -3,11 +3,8 @@
 A prompt's keys and values are stored once for all rows of its group; a row stores only its own tokens, those of its
 completion. Every forward is packed as one sequence [1, tokens], and a plan describes its layout.
 
-Shapes: R row slots, G group slots, K key/value heads, E query heads per key/value head, P prompt tokens,
-T own tokens, D head dimension, N rows of this forward, M rows of the largest group.
-
-The registered function finds store and plan (`cache.py`) in a context variable, so models need not pass a cache or
-keyword arguments on.
+The registered function finds store and plan in a context variable, so models need not pass a cache or keyword
+arguments on.
 
 Shapes: R row slots, G group slots, K key/value heads, E query heads per key/value head, P prompt tokens,
 T own tokens, D head dimension, N rows of this forward, M rows of the largest group.
@@ -15,6 +12,7 @@ T own tokens, D head dimension, N rows of this forward, M rows of the largest gr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -166,17 +164,13 @@ class KVStore:
             self.num_rows, self.own_len = own
             self.own = {i: (_resized(k, *own), _resized(v, *own)) for i, (k, v) in self.own.items()}
 
-    def move_rows(self, source: list[int], target: list[int], length: int) -> None:
-        """Copy the first `length` own tokens of some row slots into others."""
-        for tensors in self.own.values():
-            for tensor in tensors:
-                tensor[target, :, :length] = tensor[source, :, :length]
-
-    def move_groups(self, source: list[int], target: list[int], length: int | None = None) -> None:
-        """Copy the first `length` tokens (None: all) of some group slots into others."""
-        for tensors in self.prompt.values():
-            for tensor in tensors:
-                tensor[target, :, :length] = tensor[source, :, :length]
+    @staticmethod
+    def move(
+        stored: dict[int, tuple[Tensor, Tensor]], source: list[int], target: list[int], length: int | None = None
+    ) -> None:
+        """Copy the first `length` tokens (None: all) of some slots of `prompt` or `own` into others."""
+        for tensor in itertools.chain.from_iterable(stored.values()):
+            tensor[target, :, :length] = tensor[source, :, :length]
 
     def append_own(self, rows: NDArray, groups: NDArray, prompt_lens: NDArray, own_lens: NDArray) -> None:
         """Copy the own tokens of each row behind the prompt in its group slot. All arrays are [kept rows]."""
@@ -200,7 +194,6 @@ class KVStore:
         return self.prompt[layer]
 
     def own_of(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        # As in `prompt_of`: the form of a layer is known at its first forward.
         if layer not in self.own:
             self.own[layer] = _allocated(self.num_rows, self.own_len, key, value)
         return self.own[layer]

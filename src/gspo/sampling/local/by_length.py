@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -49,13 +49,8 @@ class CacheLayout:
         self.mixes_lengths = mixes_lengths  # whether rows of different length may share a cache
         self.is_known = False
         self._row_dims: dict[Path, int | None] = {}  # None: the tensor is the same for every row
-        self._token_dims: dict[Path, int] = {}
+        self.token_dims: dict[Path, int] = {}  # empty: the cache does not grow with the sequence (a recurrent state)
         self._counters: list[Path] = []  # integers that count tokens
-
-    @property
-    def has_tokens(self) -> bool:
-        """Whether the cache grows with the sequence; a recurrent state does not."""
-        return bool(self._token_dims)
 
     def learn(self, run: Callable[[int, int, Any], Any]) -> None:
         """`run(rows, tokens, cache)` feeds a prompt, or one token that follows these; it returns the cache."""
@@ -79,7 +74,7 @@ class CacheLayout:
             if dim is not None:
                 if longer.shape[dim] != size[dim] + 1:
                     raise RolloutError(f"its cache does not grow by one per token at {_name(path)}")
-                self._token_dims[path] = dim
+                self.token_dims[path] = dim
             elif self._row_dims[path] is None and not torch.equal(leaf, longer):
                 raise RolloutError(f"its cache counts tokens in a tensor at {_name(path)}")
         elif leaf != longer and path not in self._counters:
@@ -90,7 +85,9 @@ class CacheLayout:
     def gather(self, parts: Sequence[Part], length: int) -> Any:
         """A new cache with these rows, in this order; none is changed. `length`: tokens of the longest row."""
         found = [dict(leaves_of(cache)) for cache, _ in parts]
-        num_rows = self._num_rows(found[0])
+        num_rows = next(
+            leaf.shape[dim] for path, leaf in found[0].items() if (dim := self._row_dims.get(path)) is not None
+        )
         # deepcopy takes the new tensors from here, and copies everything else: flags, nesting.
         new: dict[int, Any] = {}
         for path, leaf in found[0].items():
@@ -106,17 +103,14 @@ class CacheLayout:
                 new[id(leaf)] = leaf.clone()
                 continue
             tensors = [leaves[path] for leaves in found]
-            if path in self._token_dims:
-                tensors = _fitted(tensors, self._token_dims[path], length)
+            if path in self.token_dims:
+                tensors = _fitted(tensors, self.token_dims[path], length)
             rows = [tensor.index_select(dim, at) for tensor, (_, at) in zip(tensors, parts, strict=True)]
             new[id(leaf)] = rows[0] if len(rows) == 1 else torch.cat(rows, dim)
         cache = copy.deepcopy(parts[0][0], new)
         for path in self._counters:
             _set(cache, path, length)
         return cache
-
-    def _num_rows(self, found: Mapping[Path, Any]) -> int:
-        return next(leaf.shape[dim] for path, leaf in found.items() if (dim := self._row_dims.get(path)) is not None)
 
 
 def _fitted(tensors: Sequence[Tensor], dim: int, length: int) -> list[Tensor]:
@@ -193,7 +187,7 @@ class _Batch:
 
 
 class LengthStepper:
-    """Implements `stepper.Stepper`. `layout` describes the model's cache; None: compute without a cache."""
+    """Implements `packed.Stepper`. `layout` describes the model's cache; None: compute without a cache."""
 
     def __init__(
         self,
@@ -215,7 +209,6 @@ class LengthStepper:
 
     def num_bytes(self) -> int:
         caches = [*(batch.cache for batch in self._batches), *(p.cache for p in self.prompts.values())]
-        # Several prompts may share a cache.
         return sum(num_bytes(cache) for cache in {id(c): c for c in caches}.values())
 
     def _forward(
@@ -239,7 +232,7 @@ class LengthStepper:
         options |= self._images(tokens, requests)
         options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
         # Shorter rows have padding on the left. A recurrent state has none.
-        if (start_b < start_b.max()).any() and self._layout is not None and self._layout.has_tokens:
+        if (start_b < start_b.max()).any() and self._layout is not None and self._layout.token_dims:
             seen = np.arange(start_b.max() + 1) >= start_b.max() - start_b[:, None]  # [B, cached tokens + 1]
             options["attention_mask"] = torch.from_numpy(seen.astype(np.int64)).to(device)
         if "logits_to_keep" in self._accepts:
@@ -264,7 +257,6 @@ class LengthStepper:
             return {}
         assert self._vision is not None  # the engine checks every request
         num_rows, length = tokens.shape
-        # The rows end to end.
         placed = self._vision.lay_out(
             tokens.reshape(-1),
             np.tile(np.arange(length), num_rows),
@@ -319,7 +311,6 @@ class LengthStepper:
             return
         self._fresh += [int(s) for s in slots if self._rows.count[s] == 0]
         continued = [int(s) for s in slots if self._rows.count[s] > 0]
-        # The last token of a row is its next input.
         sequences = [self._tokens(slot)[:-1] for slot in continued]
         for part, tokens in self._whole(sequences):
             cache = self._forward(tokens, requests=[self._request(continued[i]) for i in part])[2]

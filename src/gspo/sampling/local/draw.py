@@ -7,7 +7,7 @@ state here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -130,7 +130,6 @@ def draw(scores_n_v: Tensor, uniform_n: Tensor | None) -> tuple[Tensor, Tensor]:
     if token_n_1 is None:
         assert uniform_n is not None
         target_n_1 = uniform_n[:, None].to(total_n_1) * total_n_1  # [N, 1] the drawn point on the cumulative mass
-        # First the block that contains the point, then the token inside this block.
         block_n_1 = _first_above(cumulative_n_b, target_n_1)
         index_n_k = block_n_1 * _BLOCK + torch.arange(min(_BLOCK, num_vocab), device=block_n_1.device)  # [N, block]
         inside_n_k = mass_n_v.gather(-1, index_n_k.clamp(max=num_vocab - 1)).double()
@@ -159,12 +158,10 @@ class SamplingRule:
     params: SamplingParams
     temperature: float
     ends_v: NDArray[np.bool_]  # [V] tokens that end a sample
-    stop_bytes: int  # bytes of the longest stop string: at most as many tokens can be part of it
 
     def scores(self, logits_n_v: Tensor, count_n: NDArray[np.int64]) -> Tensor:
         """The processed distribution, [N, V], of rows that have `count_n` tokens."""
         forbidden = None
-        # A row below min_new_tokens must not draw an end token.
         if (count_n < self.params.min_new_tokens).any():
             forbidden = torch.from_numpy((count_n < self.params.min_new_tokens)[:, None] & self.ends_v)  # [N, V]
             forbidden = forbidden.to(logits_n_v.device)
@@ -178,15 +175,6 @@ class SamplingRule:
             max_kept=MAX_KEPT if self.params.record_kept else None,
         )
 
-    def is_stop_completed(self, tokens_t: NDArray[np.int64], decode: Callable[[Sequence[int]], str]) -> bool:
-        """Whether the last token completes a stop string. Only the tail that can hold one is decoded."""
-        tail = tokens_t[-(self.stop_bytes + 8) :].tolist()
-        text = decode(tail)
-        # A character that is cut in half decodes to U+FFFD: it was not part of the text before.
-        before = len(decode(tail[:-1]).rstrip("\ufffd"))
-        ends = (text.rfind(stop) + len(stop) for stop in self.params.stop if stop in text)
-        return any(end > before for end in ends)
-
 
 def rule_of(params: SamplingParams, num_vocab: int, eos: Collection[int]) -> SamplingRule:
     ends = np.zeros(num_vocab, dtype=np.bool_)
@@ -194,4 +182,4 @@ def rule_of(params: SamplingParams, num_vocab: int, eos: Collection[int]) -> Sam
     ends[[i for i in ids if 0 <= i < num_vocab]] = True
     # Greedy sampling allows temperature 0, but `warp` divides by it. The log-prob is then that of temperature 1.
     temperature = 1.0 if params.greedy and params.temperature <= 0 else params.temperature
-    return SamplingRule(params, temperature, ends, max((len(s.encode()) for s in params.stop), default=0))
+    return SamplingRule(params, temperature, ends)

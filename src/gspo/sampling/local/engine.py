@@ -1,6 +1,6 @@
 """The in-process sampler: it samples with the model that is trained.
 
-This file schedules requests, draws tokens and applies stop rules. A stepper (`stepper.py`) runs the model; which one is
+This file schedules requests, draws tokens and applies stop rules. A stepper (`packed.py`) runs the model; which one is
 measured at load (`choose.py`). A prompt is computed once for its group. Between two tokens, finished rows leave and
 waiting requests join. The weights are the trainer's own tensors, not a copy; attention implementation and train mode
 are changed for a call and restored after it. Which token is drawn depends on the request's key and the weights, not on
@@ -26,7 +26,7 @@ from gspo import rng
 from gspo.errors import DataError, GspoError, RolloutError
 from gspo.faults import reached
 from gspo.models import route_shape, routers, vision_of
-from gspo.sampling.api import completed_by_prefix, interrupted, validate_request
+from gspo.sampling.api import completed_by_prefix, completes_stop, interrupted, validate_request
 from gspo.sampling.local.choose import Borrowed, ForwardComparison, choose, engines, refuse_encoder_decoder
 from gspo.sampling.local.draw import SamplingRule, draw, kept_sets, rule_of
 from gspo.sampling.local.packed import Engine, Finished
@@ -71,7 +71,6 @@ class LocalSampler:
         self._model, self._seed, self._decode_text, self._say = model, seed, decode, say
         self._eos = frozenset(eos_token_ids)
         self._max_rows, self._pad_rows = max_rows, pad_rows
-        # Of a multimodal model, only the language part matters here.
         config = model.config.get_text_config()
         self._num_vocab = int(config.vocab_size)
         limit = getattr(config, "max_position_embeddings", None)
@@ -274,7 +273,6 @@ class LocalSampler:
             return False
         requests = [self._waiting.popleft() for _ in range(num)]
         try:
-            # The requests of a group share one prefill; a prompt that is stored already needs none.
             self._stepper.prefill(requests)
         except BaseException:
             # A failed prefill must not lose requests: put them back in their order.
@@ -308,7 +306,6 @@ class LocalSampler:
         token, logp = np.zeros(len(slots), dtype=np.int64), np.zeros(len(slots))
         ended, full = np.zeros(len(slots), dtype=np.bool_), np.zeros(len(slots), dtype=np.bool_)
         used_rules = np.unique(rows.rule[slots])
-        # Rows with equal sampling parameters are processed together.
         for index in used_rules:
             rule = self._rule_list[index]
             part = slice(None) if len(used_rules) == 1 else np.flatnonzero(rows.rule[slots] == index)
@@ -336,10 +333,10 @@ class LocalSampler:
 
     def _ends_with_stop(self, slot: int) -> bool:
         rows = self._rows
-        rule, count = self._rule_list[rows.rule[slot]], int(rows.count[slot])
-        if not rule.params.stop or count < rule.params.min_new_tokens or self._decode_text is None:
+        params, count = self._rule_list[rows.rule[slot]].params, int(rows.count[slot])
+        if not params.stop or count < params.min_new_tokens or self._decode_text is None:
             return False
-        return rule.is_stop_completed(rows.tokens[slot, :count], self._decode_text)
+        return completes_stop(rows.tokens[slot, :count], params.stop, self._decode_text)
 
     def _raise_non_finite(self, slot: int) -> None:
         request = self._rows.requests[slot]
@@ -362,7 +359,6 @@ class LocalSampler:
             # At most as many rows are kept as may run: this bounds the memory, and does not depend on timing.
             if request.keep_cache and request.shown is None and len(self._stepper.kept) + len(kept) < self._max_rows:
                 kept.append(Finished(int(slots[i]), request, self._done[-1]))
-            # A prompt is dropped with the last request that needs it.
             self._references[request.key] -= 1
             if self._references[request.key] == 0:
                 del self._references[request.key]
@@ -370,7 +366,6 @@ class LocalSampler:
         # Before rows move: a kept row copies its keys and values from its slot.
         self._stepper.keep(kept, dropped)
         self._stepper.leave(slots[finished], rows.compact(), dropped)
-        # Nothing runs and nothing is stored: free all memory.
         if not self._is_used():
             self._clear()
 

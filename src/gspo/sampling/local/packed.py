@@ -3,10 +3,10 @@
 A stepper computes the logits of the next token of every running row, in its own way: `packed.py` stores keys and values
 itself, `by_length.py` uses transformers' caches or none. The scheduler owns requests, draws and stop rules.
 
-A prompt's keys and values are stored once for all rows of its group (`cache.py`). A row that an episode will probably
-continue is kept: its own keys and values are appended to those of its prompt, and the next turn, whose prompt begins
-with these tokens, computes only its new ones. It serves models whose only state
-between tokens is keys and values of attention that goes through transformers' attention interface.
+`PackedStepper` serves models whose only state between tokens is keys and values of attention that goes through
+transformers' attention interface (`attention.py`). A row that an episode will probably continue is kept: its own keys
+and values are appended to those of its prompt, and the next turn, whose prompt begins with these tokens, computes only
+its new ones.
 
 Shapes: N tokens of a forward, V vocabulary, P prompt tokens.
 """
@@ -118,7 +118,7 @@ class Engine(NamedTuple):
 
 
 class PackedStepper:
-    """Implements `stepper.Stepper`. `prefill_tokens`: most tokens of a prefill with more than one sequence."""
+    """Implements `Stepper`. `prefill_tokens`: most tokens of a prefill with more than one sequence."""
 
     def __init__(
         self,
@@ -215,7 +215,6 @@ class PackedStepper:
             tokens = np.concatenate([np.array(r.prompt[b:]) for (r, _), b in zip(part, begins, strict=True)])  # [N]
             positions = np.concatenate([b + np.arange(n) for b, n in zip(begins, lengths, strict=True)])  # [N]
             placed, images, deltas = self._images([r for r, _ in part], tokens, positions, lengths)
-            # Logits are computed at the last token of each prompt only.
             logits = self._forward(
                 tokens,
                 positions if placed is None or placed.positions is None else placed.positions,
@@ -308,7 +307,6 @@ class PackedStepper:
         self._counts["decode_forwards"] += 1
         self._counts["decode_rows"] += used
         routes = None if self._routes is None else self._routes[living]
-        # Only running rows draw a token; padding slots do not.
         logits = logits if len(living) == used else logits[torch.from_numpy(living).to(logits.device)]
         return Step(living, logits, routes)
 
@@ -342,7 +340,7 @@ class PackedStepper:
             self.store.reserve(groups=int(groups.max()) + 1, prompt_len=int((prompt_lens + own_lens).max()))
             if copies:
                 source, target = map(list, zip(*copies, strict=True))
-                self.store.move_groups(source, target, int(prompt_lens.max()))
+                self.store.move(self.store.prompt, source, target, int(prompt_lens.max()))
             self.store.append_own(rows, groups, prompt_lens, own_lens)
 
     def leave(self, slots: NDArray, moves: tuple[list[int], list[int]], dropped: Sequence[PromptKey]) -> None:
@@ -352,7 +350,7 @@ class PackedStepper:
             del self.prompts[prompt]
         source, target = moves
         if source:
-            self.store.move_rows(source, target, int(self._rows.count[target].max()))
+            self.store.move(self.store.own, source, target, int(self._rows.count[target].max()))
         self._compact_groups()
 
     def _compact_groups(self) -> None:
@@ -364,7 +362,7 @@ class PackedStepper:
         holes = sorted(set(range(len(groups))) - {g.slot for g in groups})
         moving = [g for g in groups if g.slot >= len(groups)]
         source = [g.slot for g in moving]
-        self.store.move_groups(source, holes)
+        self.store.move(self.store.prompt, source, holes)
         new_slot = np.arange(max(source, default=0) + 1)  # new slot of each old slot
         new_slot[source] = holes
         for group, slot in zip(moving, holes, strict=True):

@@ -93,8 +93,6 @@ class HttpSampler:
             closed=closed,
         )
 
-    # The interface
-
     @property
     def version(self) -> int:
         return self._pool.version
@@ -102,7 +100,6 @@ class HttpSampler:
     def submit(self, requests: Sequence[Request]) -> None:
         if self._pool.closed.is_set():
             raise RolloutError("the sampler is closed: nothing can be submitted")
-        # All are checked before any is queued.
         for request in requests:
             self._validate(request)
         # Keys are never reused, so a late reply for an old request cannot match a new one.
@@ -135,7 +132,6 @@ class HttpSampler:
                     self._pool.state_changed.wait(min(left, 0.5))
                     continue
                 sample = self._pool.done.popleft()
-            # Outside the lock: the caller runs between two samples.
             yield sample
         # The batch is complete: colocated servers release the device for training.
         if not self._pool.requests:
@@ -145,7 +141,6 @@ class HttpSampler:
         with self._pool.state_changed:
             # From now on, aborted samples are accepted, and requests of a lost server are not submitted again.
             self._pool.partial = []
-            # Requests that were never sent come back at once.
             self._pool.return_unsampled(self._pool.unassigned)
             self._pool.unassigned = []
             for server in self._pool.servers:
@@ -199,7 +194,6 @@ class HttpSampler:
         """Publish a version and wait until connected servers have loaded it; others do so before they get requests."""
         if tensors is None:
             raise WeightSyncError("sampler servers hold their own weights: load_weights needs the tensors")
-        # A sleeping server may have released the memory that the load needs.
         self.wake()
         is_first = self._pool.published is None
         # Before the first version, the servers' machines must be known.
@@ -208,11 +202,11 @@ class HttpSampler:
         store = self._weight_store([registered(self._folder, server.index) for server in self._pool.servers])
         published = publish_to(store, version, tensors)
         # Before the lock: the trainer's forward takes time. The weights are still those that were published.
-        expected = self._pool.probe.reference_values()
+        probe = self._pool.probe
+        expected = None if probe.reference is None else probe.reference(probe.sequences)
         with self._pool.state_changed:
             self._pool.probe.expected = expected
             before, self._pool.published, self._pool.version = self._pool.published, published, version
-            # Earlier refusals concern the earlier version.
             for server in self._pool.servers:
                 server.refused_loads = 0
             self._pool.state_changed.notify_all()
@@ -236,7 +230,6 @@ class HttpSampler:
 
     def close(self) -> None:
         with self._pool.state_changed:
-            # The first call of close() does the work; later ones return.
             is_closed = self._pool.closed.is_set()
             busy = [server for server in self._pool.servers if server.requests]
             self._pool.closed.set()
@@ -253,8 +246,6 @@ class HttpSampler:
         self._log_notes()
         if self._pool.published is not None:
             self._pool.published.forget()
-
-    # Waiting, always with a deadline
 
     def _await_registrations(self) -> None:
         """Wait for servers that are still starting: their machines decide where weights are published."""

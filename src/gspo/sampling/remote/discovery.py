@@ -34,7 +34,6 @@ def sampler_file(folder: Path, index: int) -> Path:
 def register(folder: Path, index: int, url: str) -> None:
     """Write where this process serves, atomically, to a file that only its owner can read."""
     folder.mkdir(parents=True, exist_ok=True)
-    # Written to a temporary file and renamed: a reader never sees a part of it.
     tmp = folder / f".sampler_{index}.json.{os.getpid()}"
     address = Address(url, os.getpid(), socket.gethostname(), time.time())
     # The mode is given at creation, so the file is never readable by others.
@@ -90,7 +89,6 @@ def forget(folder: Path, keep: Path | None = None) -> None:
     """Remove published files except `keep`, and files of a killed writer. Without `keep`, remove the folder, too."""
     if not folder.is_dir():
         return
-    # The pattern also matches the temporary names of `publish`.
     for file in folder.glob("*weights_*.safetensors*"):
         if file != keep:
             file.unlink(missing_ok=True)

@@ -135,8 +135,6 @@ class SamplerEngine:
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
         self._thread.start()
 
-    # Calls of clients; the server's event loop runs them
-
     async def attach(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """A trainer takes over this server, which drops the requests and samples of the trainer before."""
         session = wire.field(body, "session", str)
@@ -195,7 +193,6 @@ class SamplerEngine:
         self._of_session(body)
         received = wire.field(body, "received", list)
         deadline = time.monotonic() + _wait(body)
-        # Confirmed samples have arrived at the client and need not be kept.
         with self._lock:
             for key in received:
                 self._finished.pop(key, None)
@@ -207,7 +204,6 @@ class SamplerEngine:
                 break
         with self._lock:
             samples = dict(list(self._finished.items())[:PER_REPLY])
-            # A failure is reported once.
             failure, self._failure = self._failure, None
         reached("sampler.collect")
         packed = ({"key": key, "sample": wire.pack_sample(sample)} for key, sample in samples.items())
@@ -255,7 +251,6 @@ class SamplerEngine:
             current, job = self._loading
         if not await finished(job, _wait(body)):
             return {"loading": True, **self.state()}
-        # The job has ended: a later call starts a new one.
         with self._lock:
             if self._loading is not None and self._loading[1] is job:
                 self._loading = None
@@ -306,8 +301,6 @@ class SamplerEngine:
         # An empty call wakes the thread if it waits for calls.
         self._queue(lambda: None)
         self._thread.join(timeout=10)  # wait: 10 s, the server
-
-    # The sampler's thread
 
     def _run(self) -> None:
         looked = 0.0

@@ -119,7 +119,6 @@ class Server:
                 raise
             self._session = self._trainer.id
             reply = self._call("/attach")
-        # The boot id tells a restarted process from the one before.
         boot = protocol.field(reply, "boot", str)
         is_restarted = bool(self.boot) and boot != self.boot
         # A ban lasts as long as the process.
@@ -134,9 +133,6 @@ class Server:
                 self.state = LinkState.BANNED  # a retry cannot help: only a new process can have another identity
                 raise InvalidResponseError(f"its {name} is {theirs.get(name)!r}, the trainer's is {value!r}")
         return is_restarted
-
-    def check_alive(self) -> None:
-        self.call("/health")
 
     def generate(self, requests: Sequence[PendingRequest]) -> None:
         packed = ({"key": pending.key, **protocol.pack_request(pending.request)} for pending in requests)
@@ -189,7 +185,6 @@ class Server:
             while (reply := self.call("/load_weights", **body)).get("loading") is not False:
                 if not is_current():
                     return None
-                # A broadcast is sent between two calls; a file needs nothing.
                 published.deliver(self.index, self.boot)
                 if time.monotonic() > deadline:
                     raise DisconnectedError(f"{what} did not arrive in {self._timeout_s:g} s")
@@ -207,13 +202,10 @@ class Server:
 
     def disconnect(self, reason: str, settled_version: int, is_banned: bool) -> list[PendingRequest]:
         """Stop using the server; its requests, for others to sample."""
-        # A lost connection does not lift a ban.
         self.state = LinkState.BANNED if is_banned or self.state is LinkState.BANNED else LinkState.DISCONNECTED
         self.version, self.reason, self.settled_version = None, reason, settled_version
         requests, self.requests, self._received = list(self.requests.values()), {}, []
         return requests
-
-    # HTTP
 
     def call(self, path: str, /, **body: Any) -> dict[str, Any]:
         """The reply of the process that this client has attached to."""
@@ -249,7 +241,6 @@ class Server:
                 raise InvalidResponseError(f"{path}: {error}") from None
             if reply.status == 200:
                 return value
-            # A busy server is in a long prefill; a repeated call is safe.
             if value.get("kind") != "busy" or time.monotonic() > deadline:
                 raise RefusedError(reply.status, str(value.get("error"))[:500], value.get("session"))
         raise DisconnectedError("the client is closed")

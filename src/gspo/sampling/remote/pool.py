@@ -74,10 +74,11 @@ class ServerPool:
         for thread in self.threads:
             thread.start()
 
-    # Requests and their servers; callers hold the lock
-
     def assign(self, requests: Sequence[PendingRequest]) -> None:
-        """Give requests to the least loaded servers. Those with the same prompt stay together and share its prefill."""
+        """Give requests to the least loaded servers; the caller holds the lock.
+
+        Those with the same prompt stay together and share its prefill.
+        """
         serving = [server for server in self.servers if server.is_serving]
         if not serving:
             self.unassigned += requests
@@ -90,7 +91,7 @@ class ServerPool:
             server.requests |= {pending.key: pending for pending in group}
 
     def return_unsampled(self, requests: Sequence[PendingRequest]) -> None:
-        """The aborted samples of requests that no server has added a token to."""
+        """The aborted samples of requests that no server has added a token to; the caller holds the lock."""
         for pending in requests:
             self.requests.pop(pending.key, None)
             assert self.partial is not None
@@ -109,7 +110,6 @@ class ServerPool:
             why = self._invalid_reason(pending.request, sample, versions=versions, aborting=is_aborting)
             if why is not None:
                 raise InvalidResponseError(f"sample {tuple(pending.request.id)}: {why}")
-            # Removing the key makes a second copy of this sample a late one.
             del server.requests[key], self.requests[key]
             if sample.finish == "abort":
                 assert self.partial is not None
@@ -124,7 +124,6 @@ class ServerPool:
             return
         with self.state_changed:
             was_serving = server.is_serving
-            # Log a reason once, not at every attempt to connect.
             if not was_serving and why != server.reason and server.address is not None:
                 self.notes.append(f"{server.name()} does not serve yet: {why}")
             settled_version = -1 if self.published is None else self.published.version
@@ -146,26 +145,21 @@ class ServerPool:
                         f"request {tuple(pending.request.id)} was lost with {pending.losses} servers; at most "
                         f"{self._retries} are allowed. The last, {server.name()}: {why}"
                     )
-            # During an abort nothing is sampled again.
             if self.partial is not None:
                 self.return_unsampled(requests)
             else:
                 self.assign(requests)
             self.state_changed.notify_all()
 
-    # The thread of a server
-
     def _run(self, server: Server) -> None:
         pause_s = 0.1
         while not self.closed.is_set():
             try:
-                # Attach, then exchange messages until an error.
                 is_restarted = server.attach(self._identity)
                 with self.state_changed:
                     self.counts["restarts"] += is_restarted
                 while not self.closed.is_set():
                     self._exchange(server)
-                    # A successful round ends the backoff.
                     pause_s = 0.1
             # Invalid responses are counted: a server that repeats them is banned until it restarts.
             except InvalidResponseError as error:
@@ -183,13 +177,20 @@ class ServerPool:
     def _exchange(self, server: Server) -> None:
         """One round with a server: first a new weight version, then new requests, then finished samples."""
         with self.state_changed:
-            has_work = self.state_changed.wait_for(lambda: self.closed.is_set() or self._has_work(server), CHECK_S)
+            has_work = self.state_changed.wait_for(
+                lambda: (
+                    self.closed.is_set()
+                    or server.has_work
+                    or (self.published is not None and server.version != self.published.version)
+                ),
+                CHECK_S,
+            )
             published = self.published
             if self.closed.is_set():
                 return
         # An idle server is checked as well, so that a lost one is noticed before it gets requests.
         if not has_work:
-            server.check_alive()
+            server.call("/health")
             return
         if published is not None and server.version != published.version:
             self._sync(server, published)
@@ -205,10 +206,6 @@ class ServerPool:
         server.generate(fresh)
         if server.has_work:
             server.collect(partial(self._take, server), lambda: self.paused)
-
-    def _has_work(self, server: Server) -> bool:
-        is_behind = self.published is not None and server.version != self.published.version
-        return is_behind or server.has_work
 
     def _sync(self, server: Server, published: Published) -> None:
         """Have a server load the published version, and compare its probe result with the trainer's."""
@@ -233,7 +230,6 @@ class ServerPool:
                 self.notes.append(f"{server.name()} serves, with verified weights of version {published.version}")
             server.state, server.settled_version = LinkState.SERVING, published.version
             server.note_progress()
-            # Requests that found no server can be sent now.
             unassigned, self.unassigned = self.unassigned, []
             self.assign(unassigned)
             self.state_changed.notify_all()

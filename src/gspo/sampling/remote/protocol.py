@@ -74,7 +74,6 @@ def loads(body: bytes) -> dict[str, Any]:
 def field(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
     """`body[name]` if it has that type, else WireError. A bool does not count as an int."""
     value = body.get(name)
-    # In Python, bool is a subclass of int.
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         names = kind.__name__ if isinstance(kind, type) else " or ".join(k.__name__ for k in kind)
         raise WireError(f"{name} must be {names}, got {type(value).__name__}")
@@ -133,7 +132,6 @@ def unpack_sample(body: Any) -> Sample:
         raise WireError(f"finish must be one of {', '.join(_FINISH)}, got {finish!r}")
     columns = {name: _unpack(body, name, kind) for name, kind in _COLUMNS.items()}
     lengths = {name: len(column) for name, column in columns.items()}
-    # Every column must have one entry per token.
     if len(set(lengths.values())) != 1:
         raise WireError(f"the columns of a sample have different lengths: {lengths}")
     if ((mask := columns["mask"]) > 1).any():

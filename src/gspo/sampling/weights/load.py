@@ -71,11 +71,7 @@ class ProbeCheck:
     def __init__(self, num_vocab: int, dtype: torch.dtype, reference: ScoreSequences | None) -> None:
         self.sequences = probe_sequences(num_vocab)
         self.expected: list[NDArray] | None = None  # for the version published last
-        self._dtype, self._reference = dtype, reference
-
-    def reference_values(self) -> list[NDArray[np.float32]] | None:
-        """What the trainer expects of its current weights."""
-        return None if self._reference is None else self._reference(self.sequences)
+        self._dtype, self.reference = dtype, reference
 
     def mismatch(self, values: Any) -> str | None:
         """Why a server's result is wrong; None if it agrees. The first result is the reference if there is none."""
@@ -85,7 +81,6 @@ class ProbeCheck:
             rows = []
         if not rows:
             return "it did not report the log-probs of the probe"
-        # Without a reference of the trainer, the first server's result becomes the reference.
         if self.expected is None:
             self.expected = rows
         return mismatch(rows, self.expected, self._dtype)
@@ -129,7 +124,6 @@ def copy_weights(model: torch.nn.Module, tensors: Iterable[tuple[str, Tensor]]) 
     Every trainable parameter must arrive, under one of its names, with its shape and dtype, and finite. Nothing is
     written before everything is checked.
     """
-    # Tied weights have several names: all of them are accepted.
     by_name = dict(model.named_parameters(remove_duplicate=False))
     arrived: dict[Tensor, tuple[str, Tensor]] = {}  # parameter → the name and tensor that it becomes
     for name, tensor in _as_parameters(model, dict(tensors), by_name).items():
@@ -145,7 +139,6 @@ def copy_weights(model: torch.nn.Module, tensors: Iterable[tuple[str, Tensor]]) 
             )
         arrived[parameter] = (name, tensor)
     _check_complete(n for n, p in model.named_parameters() if p.requires_grad and p not in arrived)
-    # Every check has passed before the first parameter is written.
     with torch.no_grad():
         for parameter, (_, tensor) in arrived.items():
             reached("weights.copy")
@@ -154,7 +147,6 @@ def copy_weights(model: torch.nn.Module, tensors: Iterable[tuple[str, Tensor]]) 
 
 def _as_parameters(model: Any, tensors: dict[str, Tensor], by_name: dict[str, Any]) -> dict[str, Tensor]:
     """Tensors by parameter name. Files hold one tensor per expert; transformers holds one tensor per layer for all."""
-    # The names of the parameters themselves: nothing to convert.
     if set(tensors) <= set(by_name):
         return tensors
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())

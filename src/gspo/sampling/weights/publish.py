@@ -30,7 +30,7 @@ MESSAGE_S = 60.0  # timeout of one message of a broadcast, and of the wait for a
 
 
 class Broadcast(NamedTuple):
-    """A weight version in memory. It has the methods of `publish.PublishedFile`."""
+    """A weight version in memory. It has the methods of `PublishedFile`."""
 
     version: int
     sha256: str
@@ -85,7 +85,7 @@ class Broadcaster:
 
 
 class PublishedFile(NamedTuple):
-    """A weight version in a file. `broadcast.Broadcast` has the same methods."""
+    """A weight version in a file. `Broadcast` has the same methods."""
 
     version: int
     path: Path
@@ -108,7 +108,6 @@ class PublishedFile(NamedTuple):
 def publish(folder: Path, version: int, tensors: Iterable[tuple[str, Tensor]]) -> PublishedFile:
     """Write a version into `folder`. The file is written under a temporary name and renamed, so it is never partial."""
     path = folder / f"weights_{version:08d}.safetensors"
-    # The process id keeps two writers apart.
     tmp = folder / f".{path.name}.{os.getpid()}"
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
     try:
@@ -166,7 +165,6 @@ class _Broadcasters:
         host = "127.0.0.1"
         if remote:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:  # connect() picks our address; no packet
-                # Any port will do, as nothing is sent.
                 route.connect((remote[0], 9))
                 host = route.getsockname()[0]
         if self._current is None or self._current.host != host:

@@ -178,7 +178,6 @@ def _one(
             raise ConfigError(f"algorithm sft needs completions: give {key} rows, or make_dataset(…, supervised=True)")
         return replace(given, key=key)  # messages name the section that it stands for
     if given is not None:
-        # Rows of the caller: mappings, or a table of pandas or polars.
         if hasattr(given, "columns") and hasattr(given, "to_dict"):
             given = given.to_dict("records") if not hasattr(given, "to_dicts") else given.to_dicts()
         how = _settings(config, spec, spec)
@@ -393,20 +392,21 @@ def scores_answers(config: Config, given: Any, data: Sequence[Data]) -> bool:
     return all(name in chosen or source.source.startswith(PROCEDURAL) for one in data for name, source in _sources(one))
 
 
-def reward_problems(config: Config, given: Any, rewards: Rewards, data: Data, tokenizer: Any) -> list[str]:
+def reward_problems(given: Given, answering: Answering, data: Data, tokenizer: Any) -> list[str]:
     """reward.check: what is wrong with the reward, by known answers to a few rows; TrainingError with `stop`.
 
     Judges and reward models are not asked: their calls are expensive, and `gspo doctor --reward` asks them.
     """
-    specs = reward_specs(config, given)
+    config = given.loaded.config
+    specs = reward_specs(config, given.reward)
     names = {part.name for spec in specs.values() for part in spec}
-    if config.reward.check == "off" or names & {"judge", "reward_model", "code"}:
+    if not answering.checks_reward or config.reward.check == "off" or names & {"judge", "reward_model", "code"}:
         return []
     prompts = [data.prompt(row) for row in range(min(CHECKED_ROWS, len(data)))]
     encode = partial(tokenizer.encode, add_special_tokens=False)
     from gspo.rewards import check_reward, diagnose
 
-    lines = check_reward(prompts, rewards, markers=answer_markers(specs), encode=encode, until_failure=True)
+    lines = check_reward(prompts, answering.rewards, markers=answer_markers(specs), encode=encode, until_failure=True)
     found = diagnose(lines, config.reward.timeout)
     fatal = [problem.text for problem in found if problem.is_fatal]
     if fatal and config.reward.check == "stop":

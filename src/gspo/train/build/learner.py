@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,6 @@ from gspo.learner import (
     StepReport,
     Teacher,
     World,
-    joined,
     learning_rate,
     make_optimizer,
     probe,
@@ -52,7 +50,7 @@ from gspo.learner import (
 from gspo.models import check_replay, embedded, freeze_vision, load_model, load_tokenizer, vision_parameters
 from gspo.runs import checkpoint, code_digest
 from gspo.sampling import product_name
-from gspo.system import Launched, StopRequest, by_name, source_file, step_name
+from gspo.system import Launched, by_name, source_file, step_name
 from gspo.train.update import Rates, Updater, UpdateSettings
 
 if TYPE_CHECKING:
@@ -102,11 +100,6 @@ def published_dtype(config: Config) -> torch.dtype | None:
 def has_ranks(config: Config) -> bool:
     """Whether several ranks train. The trainer and its sampler servers get the same answer."""
     return (num_ranks(config) or Launched.read().num_ranks) > 1
-
-
-def join_ranks(config: Config, stop: StopRequest) -> AbstractContextManager[World]:
-    """The ranks that train together; an error on one rank ends all."""
-    return joined(num_ranks(config), config.stall_timeout, stop)
 
 
 def make_plan(loaded: Loaded, own: Any = None) -> Plan:
@@ -166,32 +159,28 @@ def assembly(loaded: Loaded) -> dict[str, Any]:
     if effective_objective(loaded)["advantage"] == "teacher":
         # A reward that the user configured is added to the teacher's advantage; the default of a task is only shown.
         norm = "teacher" if not config.reward.functions else norm if actor.reward_norm is not None else "group_std"
-    how = {"norm": norm, "shaping": make_shaping(config), "zero_variance": actor.zero_variance_groups or "count"}
-    how["turn_discount"] = config.env.turn_discount
-    return how if make_credit(loaded) is not None else how | _last(config)
+    return {
+        "norm": norm,
+        "shaping": make_shaping(config),
+        "zero_variance": actor.zero_variance_groups or "count",
+        "turn_discount": config.env.turn_discount,
+        "truncated_is_zero": actor.mask_no_eos_with_zero == "reward",
+    }
 
 
-def make_credit(loaded: Loaded) -> Credit | None:
-    """How advantages differ between tokens of a sequence; None if they do not."""
-    actor, by_critic = loaded.config.actor, effective_objective(loaded)["advantage"] == "gae"
-    if not (actor.kl_ctl or by_critic):
-        return None
+def make_credit(config: Config) -> Credit:
+    """The last steps from advantages per sequence to the final ones."""
+    actor = config.actor
+    if is_supervised(config):
+        return Credit()
     return Credit(
         kl_coef=actor.kl_ctl,
         kl_estimator=actor.kl_estimator or "k1",
         discount=actor.discount,
         gae_lambda=actor.gae_lambda,
-        **_last(loaded.config),
+        adv_norm=None if actor.adv_norm is None else norm_settings(actor.adv_norm),
+        truncated_is_zero=actor.mask_no_eos_with_zero is True,
     )
-
-
-def _last(config: Config) -> dict[str, Any]:
-    """The last transformations of advantages, for sequences and for tokens alike."""
-    norm = config.actor.adv_norm
-    return {
-        "adv_norm": None if norm is None else norm_settings(norm),
-        "truncated_is_zero": config.actor.mask_no_eos_with_zero,
-    }
 
 
 def norm_settings(norm: Norm | RewardNorm) -> dict[str, Any]:
@@ -215,10 +204,6 @@ def make_shaping(config: Config) -> Shaping:
         max_new_tokens=longest,
         normalize_each=config.reward.normalize == "each",
     )
-
-
-def make_trained_optimizer(config: Config, policy: PolicyModule) -> torch.optim.Optimizer:
-    return optimizer_of(config.actor.optimizer, policy)
 
 
 def critic_optimizer(config: Config) -> Optimizer:
@@ -288,20 +273,24 @@ def make_updater(
 PROCESSOR = "gspo.models.vision.processor:load_processor"
 
 
-def _load(config: Config, dtype: torch.dtype, device: torch.device, tokenizer: Any) -> Any:
+def _load(
+    config: Config, dtype: torch.dtype, device: torch.device, tokenizer: Any, *, with_adapter: bool = True
+) -> Any:
     """The model of actor.path; only the part that is trained requires gradients."""
+    quantised = with_adapter and config.actor.lora_base_bits is not None
     model: Any = load_model(
         config.actor.path,
         dtype,
         # What is to be quantised is read into the host's memory.
-        device if config.actor.lora_base_bits is None else "cpu",
+        "cpu" if quantised else device,
         from_scratch=config.actor.init_from_scratch,
         seed=config.seed,
         tokenizer=tokenizer,
         images=with_tower(config),
     )
-    set_trained_part(config, model)
-    return model if config.actor.lora_base_bits is None else model.to(device)
+    if with_adapter:
+        set_trained_part(config, model)
+    return model.to(device) if quantised else model
 
 
 def make_policy(config: Config, sequence_level: bool, world: World = ALONE) -> tuple[PolicyModule, Any]:
@@ -357,7 +346,6 @@ def processor_of(policy: PolicyModule, path: str, tokenizer: Any, key: str = "ac
     except DataError as cause:
         reason = str(cause)
     if found is None:
-        # It can still be trained on text.
         policy.vision, policy.images_refused = None, reason
     return found
 
@@ -420,18 +408,7 @@ def set_trained_part(config: Config, model: Any) -> None:
 def whole_model(config: Config, tokenizer: Any, compute_dtype: torch.dtype | None, *, with_adapter: bool) -> Any:
     """The policy's model, unsharded, for a sampler in one process; the trained weights are loaded later."""
     device, dtype = device_and_dtype(config)
-    actor = config.actor
-    model: Any = load_model(
-        actor.path,
-        compute_dtype or dtype,
-        device,
-        from_scratch=actor.init_from_scratch,
-        seed=config.seed,
-        tokenizer=tokenizer,
-        images=with_tower(config),
-    )
-    if with_adapter:
-        set_trained_part(config, model)
+    model = _load(config, compute_dtype or dtype, device, tokenizer, with_adapter=with_adapter)
     if compute_dtype is not None:
         # An adapter is float32 on a half-precision model, but computes in what all of the policy does. Buffers stay:
         # the frequencies of rotary positions are float32 in every model.
@@ -458,12 +435,12 @@ def make_learner(loaded: Loaded, world: World, objective: Any = None) -> Learner
     config = loaded.config
     # Before a model is loaded, because the probe of the policy computes already.
     threads = set_threads(config, world.local_size)
-    plan, credit = make_plan(loaded, objective), make_credit(loaded)
+    plan, credit = make_plan(loaded, objective), make_credit(config)
     policy, tokenizer = make_policy(config, plan.settings["level"] != "token", world)
     return Learner(
         policy,
         tokenizer,
-        make_trained_optimizer(config, policy),
+        optimizer_of(config.actor.optimizer, policy),
         make_reference(config, policy, tokenizer),
         make_critic(config, tokenizer, world),
         make_teacher(config, policy, tokenizer),
@@ -484,13 +461,9 @@ def make_reference(config: Config, policy: PolicyModule, tokenizer: Any) -> Refe
         return None
     how = temperature(config), actor.mb_spec.max_tokens_per_mb
     own = ref.path in (None, actor.path)
-    # The frozen weights under the adapter are the reference.
     if actor.use_lora and own:
         return Reference(policy, *how, context=partial(by_name("gspo.models.lora:adapter_off"), policy.model))
-    other = _other_model(config, ref.path, tokenizer, "ref.path").requires_grad_(False)
-    if policy.world.size > 1:
-        shard(other, other, policy.world, **sharding(config))
-    return Reference(other, *how)
+    return Reference(_frozen_model(config, ref.path, tokenizer, "ref.path", policy.world), *how)
 
 
 def make_teacher(config: Config, policy: PolicyModule, tokenizer: Any) -> Teacher | None:
@@ -501,7 +474,7 @@ def make_teacher(config: Config, policy: PolicyModule, tokenizer: Any) -> Teache
     if how.is_server:
         timeout_s = config.rollout.request_timeout
         return served_teacher(how.path, tokenizer, policy.world, timeout_s=timeout_s, coef=how.coef)
-    other = _other_model(config, how.path, tokenizer, "teacher.path").requires_grad_(False)
+    other = _frozen_model(config, how.path, tokenizer, "teacher.path", policy.world)
     if how.exact_kl is not None and other.layout != policy.layout:
         raise ConfigError(
             f"teacher.exact_kl computes both models on the same micro-batches, but the layout of {actor.path} is "
@@ -509,8 +482,6 @@ def make_teacher(config: Config, policy: PolicyModule, tokenizer: Any) -> Teache
         )
     if how.exact_kl is not None:
         policy.forks = other.forks = policy.forks and other.forks
-    if policy.world.size > 1:
-        shard(other, other, policy.world, **sharding(config))
     reference = Reference(other, temperature(config), actor.mb_spec.max_tokens_per_mb)
     return Teacher(partial(reference_logp, reference), how.coef, how.exact_kl, other)
 
@@ -535,6 +506,13 @@ def make_critic(config: Config, tokenizer: Any, world: World = ALONE) -> Critic 
         max_norm=actor.optimizer.gradient_clipping,
         eps_clip=how.value_eps_clip,
     )
+
+
+def _frozen_model(config: Config, path: str | None, tokenizer: Any, key: str, world: World) -> PolicyModule:
+    other = _other_model(config, path, tokenizer, key).requires_grad_(False)
+    if world.size > 1:
+        shard(other, other, world, **sharding(config))
+    return other
 
 
 def _other_model(config: Config, path: str | None, tokenizer: Any, key: str) -> PolicyModule:

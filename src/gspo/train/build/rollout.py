@@ -208,11 +208,9 @@ def make_producer(
 ) -> RolloutProducer:
     """The producer of scored groups, ahead of the trainer as far as rollout.max_head_offpolicyness allows."""
     rollout, num_samples = config.rollout, config.gconfig.n_samples
-    # Rows of a data set do not get old.
     max_staleness = 0 if is_supervised(config) else rollout.max_head_offpolicyness
     # A sampler in the trainer's process cannot run in the background.
     background = max_staleness > 0 and not isinstance(sampler, LocalSampler)
-    # The config counts samples; the buffer counts groups of `num_samples`.
     concurrent = rollout.max_concurrent_rollouts if background else None
     buffer = Buffer(
         config.train_dataset.batch_size,

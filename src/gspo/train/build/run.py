@@ -28,7 +28,8 @@ from gspo.learner import Learner
 from gspo.monitor import Display, Loggers
 from gspo.runs import RunDir, Saver, State, checkpoint, resume, versions_and_hardware
 from gspo.system import Every, read_jsonl, step_name, to_json, write_run_file
-from gspo.train.build.learner import device_and_dtype, first_proximal_source
+from gspo.train.build.given import Given
+from gspo.train.build.learner import alphabet_warning, device_and_dtype, first_proximal_source
 from gspo.train.record import Recorder
 
 # Keys that may change between a run and its resumption: they decide when to evaluate, what to show, where to run and
@@ -81,7 +82,6 @@ def make_recorder(
 ) -> Recorder:
     """Also writes config.yaml, origins.json and environment.json; loggers read config.yaml."""
     config = loaded.config
-    # Before make_loggers, which reads config.yaml.
     with write_run_file(run.path / "config.yaml") as tmp:
         tmp.write_text(dump(loaded), encoding="utf-8")
     with write_run_file(run.path / "origins.json") as tmp:
@@ -205,11 +205,12 @@ def _translations(messages: Sequence[str]) -> list[str]:
 
 
 def opening_messages(
-    loaded: Loaded, warnings: Sequence[Any], data: Data, valid: Data | None, learner: Learner
+    given: Given, data: Data, valid: Data | None, learner: Learner, about_rewards: Sequence[str]
 ) -> list[str]:
     """What rank 0 logs before the first step: translated keys, warnings, the data, the layout of micro-batches."""
-    lines = [*_translations(loaded.messages), *(f"warning: {finding}" for finding in warnings)]
+    loaded = given.loaded
+    lines = [*_translations(loaded.messages), *(f"warning: {finding}" for finding in given.warnings)]
     lines += data.describe().splitlines()
     lines += ["no evaluation (evaluator.freq_steps: 0)"] if valid is None else valid.describe().splitlines()
     lines.append(f"layout: {learner.policy.layout_line}")
-    return lines
+    return [*lines, *alphabet_warning(loaded.config, data.prompt(0).text), *about_rewards]

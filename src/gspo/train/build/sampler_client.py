@@ -45,7 +45,6 @@ def connect(
     """
     launched, model, ends = Launched.read(), policy.model, end_tokens(policy.model, tokenizer)
     dtype, max_context = policy.compute_dtype or model.dtype, context_limit(policy.model, max_tokens)
-    # The store selects shared memory or disk by this size.
     num_bytes = sum(p.numel() for p in model.parameters()) * dtype.itemsize
     for leftover in weight_folders(run):  # of a trainer of this run that was killed
         forget(leftover)

@@ -32,7 +32,6 @@ class Worker:
 
     def gspo_load(self, version: str, path: str, sha256: str) -> dict[str, Any]:
         """Load a version. {refused: why}: nothing changed. {broken: why}: the model is damaged, restart the server."""
-        # First all checks. They do not change the model.
         try:
             tensors = self._fetch(path, sha256)
             model = self.model_runner.vllm_config.model_config
@@ -131,7 +130,6 @@ def expected_shapes(model: str) -> dict[str, tuple[int, ...]]:
         from huggingface_hub import snapshot_download
 
         folder = Path(snapshot_download(model, local_files_only=True, allow_patterns=["*.safetensors*"]))
-    # A model in several files has an index; a small model is one file.
     index = folder / "model.safetensors.index.json"
     names = (
         sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))

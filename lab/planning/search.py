@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gspo.errors import ConfigError
-from gspo.planner import simulation
-from gspo.planner.simulation import (
+from lab.planning import simulation
+from lab.planning.simulation import (
     MEMORY_SHARE,
     Gpu,
     ModelSize,

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
+from gspo.cli.common import console, load_config
 from gspo.config import Config
 from gspo.doctor import ModelFields, Unknown, find_source, shape_of
 from gspo.errors import ConfigError
-from gspo.planner.search import ClusterPlan, PlannedJob
-from gspo.planner.simulation import (
+from lab.planning.search import ClusterPlan, PlannedJob, plans
+from lab.planning.simulation import (
     MODELS,
     WEIGHT,
     Gpu,
@@ -18,6 +23,7 @@ from gspo.planner.simulation import (
     SerialCost,
     Work,
     lognormal_lengths,
+    parse_gpus,
     recorded_lengths,
 )
 
@@ -108,3 +114,45 @@ def row_of(job: PlannedJob, plan: ClusterPlan) -> dict[str, Any]:
         "staleness": found.staleness,
         "trainer_gb": plan.trainer_bytes / 1e9,
     }
+
+
+def plan(args: argparse.Namespace) -> int:
+    """The verb."""
+    gpu, num_gpus = parse_gpus(args.gpus)
+    if args.length is not None and args.run is not None:
+        raise ConfigError("--length and --run are two sources of the same lengths: give one of them")
+    job = job_of(
+        load_config(args).config,
+        gpu,
+        num_gpus,
+        model=args.model,
+        mean_length=args.length,
+        prompt_tokens=args.prompt,
+        recorded=lengths_of_run(args.run) if args.run else (),
+        reward_s=args.reward_s,
+    )
+    found = [row_of(job, one) for one in plans(job)]
+    if args.json:
+        print(json.dumps({"simulated": True, "model": job.model.name, "gpus": args.gpus, "plans": found[: args.top]}))
+        return 0
+    table = Table(title=f"Simulated, not measured: {job.model.name} on {num_gpus} × {gpu.name}", title_justify="left")
+    for name in ("train", "sample", "η", "s/step", "tokens/s/GPU", "busy: sampler, trainer", "limit", "staleness"):
+        table.add_column(name)
+    for row in found[: args.top]:
+        servers = f"{row['servers']} × {row['gpus_per_server']}"
+        table.add_row(
+            f"{row['trainer_gpus']}{' (same GPUs)' if row['in_turns'] else ''}",
+            servers,
+            str(row["max_head_offpolicyness"]),
+            f"{row['step_s']:.1f}",
+            f"{row['tokens_per_s_per_gpu']:,.0f}",
+            f"{row['busy']['sampler']:.0%}, {row['busy']['trainer']:.0%}",
+            row["limit"],
+            f"{row['staleness']:.1f}",
+        )
+    console().print(table)
+    print(
+        "train: trainer GPUs; sample: servers × GPUs each; η: rollout.max_head_offpolicyness.\n"
+        "docs/planning.md lists what is assumed."
+    )
+    return 0

@@ -6,16 +6,15 @@ import pytest
 
 from gspo.cli import main as cli
 from gspo.errors import ConfigError
-from gspo.planner import simulation
-from gspo.planner.command import model_size
-from gspo.planner.search import PlannedJob, best_bound, best_plan, bound, plans
-from gspo.planner.simulation import (
+from lab.planning import simulation
+from lab.planning.command import model_size
+from lab.planning.search import PlannedJob, best_bound, best_plan, bound, plans
+from lab.planning.simulation import (
     GPUS,
     MODELS,
     Gpu,
     ModelSize,
     Work,
-    fixed_length,
     parse_gpus,
     publish_s,
     sampler_cost,
@@ -105,7 +104,7 @@ def test_the_smallest_engine_holds_the_weights():
 
 
 def job(num_gpus, tokens=400, **more):
-    work = Work(16, 4, 64, fixed_length(tokens), num_steps=6)
+    work = Work(16, 4, 64, lambda submission, sample: tokens, num_steps=6)
     return PlannedJob(MODELS["7B"], GPUS["H100"], num_gpus, work, tokens, 512, **more)
 
 
@@ -126,7 +125,7 @@ def test_more_gpus_are_not_slower_unless_each_server_costs_rank_0_time():
 
 def test_a_model_that_does_not_fit_is_refused_with_what_it_needs():
     large = ModelSize("400B", 400e9, 400e9, 100, 16384, 500_000)
-    work = Work(4, 2, 64, fixed_length(8))
+    work = Work(4, 2, 64, lambda submission, sample: 8)
     with pytest.raises(ConfigError, match="400B does not fit: training needs 128 H100"):
         plans(PlannedJob(large, GPUS["H100"], 8, work, 8, 72, mb_tokens=1024))
     with pytest.raises(ConfigError, match=r"lower actor\.mb_spec"):

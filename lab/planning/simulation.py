@@ -392,10 +392,6 @@ def simulate(
     return _Simulation(work, sampler, trainer, leader, rewards, num_servers, cores, in_process).run()
 
 
-def fixed_length(tokens: int) -> Callable[[int, int], int]:
-    return lambda submission, sample: tokens
-
-
 def lognormal_lengths(mean: float, spread: float, most: int, seed: int = 1) -> Callable[[int, int], int]:
     """Log-normal lengths with this mean and standard deviation of the logarithm, cut at `most`."""
     middle, normal = math.log(mean) - spread**2 / 2, NormalDist()

@@ -2,13 +2,12 @@
 
 import pytest
 
-from gspo.planner.simulation import (
+from lab.planning.simulation import (
     SamplerCost,
     SerialCost,
     SharedCores,
     TrainerCost,
     Work,
-    fixed_length,
     lognormal_lengths,
     simulate,
 )
@@ -19,7 +18,7 @@ def sampler(step_s=1.0, row_s=0.0, max_rows=64, prefill=0.0, load_s=0.0):
 
 
 def work(eta=0, steps=12, tokens=10, groups=4):
-    return Work(groups, 2, 5, fixed_length(tokens), max_staleness=eta, num_steps=steps)
+    return Work(groups, 2, 5, lambda submission, sample: tokens, max_staleness=eta, num_steps=steps)
 
 
 def test_a_synchronous_step_is_sampling_then_training():

@@ -65,9 +65,10 @@ def make_trainer(
     `more`: further arguments of the trainer, TRL's by default.
     """
     import torch
-    import trl
     from datasets import Dataset
     from transformers import Qwen3ForCausalLM
+
+    import trl
 
     model = tiny_model()
     if settings.get("beta"):  # TRL loads its reference from the policy's path

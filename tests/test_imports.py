@@ -32,7 +32,7 @@ FLOORS = {
             ("runs", "monitor"),
             ("train",),
             ("launcher", "lint", "migrate"),
-            ("doctor", "report", "studies", "audit", "conformance"),
+            ("doctor", "report", "studies", "audit", "conformance", "trl"),
             ("cli",),
             ("__main__",),
         )

@@ -19,7 +19,7 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workload",
         action="append",
-        choices=[*WORKLOADS, "sampler", "memory", "sweep"],
+        choices=[*WORKLOADS, "door", "sampler", "memory", "sweep"],
         help="default: all; may be repeated",
     )
     parser.add_argument("--no-peer", action="store_true", help="do not measure TRL")
@@ -48,7 +48,7 @@ def bench(args: argparse.Namespace) -> int:
 
     from rich.table import Table
 
-    from lab.bench import compare, page, sampler
+    from lab.bench import compare, door, page, sampler
     from lab.memory import measure_settings
 
     if (args.steps is not None and args.steps < 2) or (args.rounds is not None and args.rounds < 1):
@@ -62,11 +62,13 @@ def bench(args: argparse.Namespace) -> int:
         raise ConfigError(f"--write draws a plot, and matplotlib is not installed: {install_command('bench')}")
 
     fresh: dict[str, Any] = {"machine": compare.machine(), "workloads": {}}
-    for name in args.workload or [*WORKLOADS, "sampler", "memory", "sweep"]:
+    for name in args.workload or [*WORKLOADS, "door", "sampler", "memory", "sweep"]:
         if name == "sweep":
             fresh["sweep"] = compare.sweep(peer=peer, say=say)
         elif name == "memory":
             fresh["memory"] = measure_settings(say)
+        elif name == "door":
+            fresh["door"] = door.compare_doors(args.rounds, say)
         elif name == "sampler":
             fresh["sampler"] = sampler.compare_samplers(args.rounds, say)
         else:
@@ -79,6 +81,7 @@ def bench(args: argparse.Namespace) -> int:
         print(json.dumps(fresh))
         return 0
     tables = [page.workload_table(fresh)] if fresh["workloads"] else []
+    tables += [door.door_table(fresh["door"])] if "door" in fresh else []
     for head, *body in [*tables, *([sampler.sampler_table(fresh["sampler"])] if "sampler" in fresh else [])]:
         view = Table(*head, box=None, pad_edge=False)
         for row in body:
@@ -96,7 +99,7 @@ def _bench_commits(args: argparse.Namespace) -> int:
     from lab.bench.commits.compare import compare_commits, line_of
 
     names = args.workload or ["tiny"]
-    if {"sweep", "sampler", "memory"} & set(names) or args.write or args.no_peer or args.threshold < 0:
+    if {"sweep", "door", "sampler", "memory"} & set(names) or args.write or args.no_peer or args.threshold < 0:
         raise ConfigError(
             "--compare takes --workload (a trained one), --rounds, --steps, --json and --threshold of 0 or more; it "
             "measures no other trainer and writes no page"

@@ -38,6 +38,16 @@ SMALL = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
+# Prompts that cost more than completions, in a model whose head costs little
+DOOR = {
+    **TINY,
+    "vocab_size": 4096,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "head_dim": 64,
+}
 EOS, PAD = 0, 1
 
 
@@ -85,6 +95,14 @@ class Workload:
         return self.num_prompts * self.num_samples
 
 
+# `gspo.trl.GSPOTrainer` beside TRL's trainer, on the same script.
+DOORS = {
+    w.name: w
+    for w in (
+        Workload("door-prompts", DOOR, 4, 8, 370, 24, steps=3, rounds=2),
+        Workload("door-small", SMALL, 4, 8, 44, 48, steps=3, rounds=2),
+    )
+}
 WORKLOADS = {
     w.name: w
     for w in (

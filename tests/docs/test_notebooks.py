@@ -17,8 +17,8 @@ def run_notebook(notebook: nbformat.NotebookNode, folder: Path) -> list[dict]:
     return [output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", ())]
 
 
-def test_there_are_three_notebooks_with_small_outputs():
-    assert [path.stem for path in NOTEBOOKS] == ["quickstart", "reading_a_run", "your_reward_and_data"]
+def test_there_are_four_notebooks_with_small_outputs():
+    assert [path.stem for path in NOTEBOOKS] == ["inside_trl", "quickstart", "reading_a_run", "your_reward_and_data"]
     for path in NOTEBOOKS:
         notebook = nbformat.read(path, as_version=4)
         nbformat.validate(notebook)

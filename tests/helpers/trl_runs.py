@@ -7,6 +7,8 @@ from typing import Any
 
 VOCAB = 32
 GROUP = 4
+UPDATES = 20
+GSPO = {"epsilon": 2e-3, "epsilon_high": 3e-3}  # reached by some sequences at a learning rate of 1e-4
 PLAIN = {
     "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "save_strategy": "no", "report_to": "none",
     "disable_tqdm": True,
@@ -51,11 +53,27 @@ def tiny_tokenizer(**settings: Any) -> Any:
     return tokenizer_of(words, "<pad>", bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", **settings)
 
 
-def make_trainer(folder: Path, **settings: Any) -> Any:
-    """A rollout batch has 4 prompts × 4 completions, in 2 mini-batches of 2 micro-batches each; `settings` override."""
-    import trl
-    from datasets import Dataset
+def make_trainer(
+    folder: Path,
+    trainer_class: Any = None,
+    config_class: Any = None,
+    more: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
+    """A rollout batch has 4 prompts × 4 completions, in 2 mini-batches of 2 micro-batches each; `settings` override.
 
+    `more`: further arguments of the trainer, TRL's by default.
+    """
+    import torch
+    from datasets import Dataset
+    from transformers import Qwen3ForCausalLM
+
+    import trl
+
+    model = tiny_model()
+    if settings.get("beta"):  # TRL loads its reference from the policy's path
+        model.save_pretrained(folder / "model")
+        model = Qwen3ForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     args = (
         {
             "output_dir": str(folder),
@@ -79,13 +97,49 @@ def make_trainer(folder: Path, **settings: Any) -> Any:
         | PLAIN
         | settings
     )
-    return trl.GRPOTrainer(
-        model=tiny_model(),
-        reward_funcs=reward,
-        args=trl.GRPOConfig(**args),
-        train_dataset=Dataset.from_list([{"prompt": f"w{3 + i} w4", "answer": f"a{i}"} for i in range(16)]),
-        processing_class=tiny_tokenizer(padding_side="left"),
+    given = {"model": model, "reward_funcs": reward, "processing_class": tiny_tokenizer(padding_side="left")}
+    # Prompts of 2 to 5 tokens.
+    prompts = [" ".join(["w4", *[f"w{3 + i}"] * (1 + i % 4)]) for i in range(16)]
+    data = Dataset.from_list([{"prompt": prompt, "answer": f"a{i}"} for i, prompt in enumerate(prompts)])
+    return (trainer_class or trl.GRPOTrainer)(
+        **given | {"args": (config_class or trl.GRPOConfig)(**args), "train_dataset": data} | (more or {})
     )
+
+
+def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Two answers of the model with four tokens of a tool between them."""
+    import torch
+
+    tokenizer, ids, masks = trainer.processing_class, [], []
+    prompt_ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    for at, prompt in enumerate(prompt_ids):
+        tool = [3 + (at + k) % 20 for k in range(4)]
+        first = torch.randint(3, 30, (1 + at % 4,)).tolist()
+        with torch.no_grad():
+            out = trainer.model.generate(
+                input_ids=torch.tensor([[*prompt, *first, *tool]]), generation_config=trainer.generation_config
+            )
+        second = out[0, len(prompt) + len(first) + 4 :].tolist()
+        ids.append([*first, *tool, *second])
+        masks.append([1] * len(first) + [0] * 4 + [1] * len(second))
+    logprobs = [[-1.0] * len(each) for each in ids]
+    return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": logprobs, "env_mask": masks}
+
+
+def trained(folder: Path, trainer_class: Any, settings: dict[str, Any], **more: Any) -> Any:
+    """A trainer after its training; `more` are arguments of the trainer."""
+    given: dict[str, Any] = dict(more)
+    settings = {"learning_rate": 1e-4, "max_steps": UPDATES, "log_completions": False} | settings
+    if settings.pop("lora", False):
+        from peft import LoraConfig
+
+        given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
+    if settings.pop("rollout", False):
+        given["rollout_func"] = rollout
+    config_class = settings.pop("config_class", None)
+    trainer = make_trainer(folder, trainer_class, config_class, given, **settings)
+    trainer.train()
+    return trainer
 
 
 def write_files(folder: Path) -> None:
@@ -111,7 +165,28 @@ def train_recorded(folder: Path) -> None:
         (folder / "history.json").write_text(json.dumps(trainer.state.log_history))
 
 
+def train_compared(folder: Path) -> None:
+    """Runs of TRL's trainer and of ours with the same seed: `torchrun trl_runs.py FOLDER --compared`."""
+    import json
+
+    import trl
+    from gspo.trl import GSPOTrainer
+
+    for trainer_class in (trl.GRPOTrainer, GSPOTrainer):
+        name = trainer_class.__name__
+        trainer = make_trainer(
+            folder / name, trainer_class, epsilon=2e-3, epsilon_high=3e-3, per_device_train_batch_size=2,
+            learning_rate=1e-4, log_completions=False,
+        )  # fmt: skip
+        trainer.train()
+        if trainer.accelerator.is_main_process:
+            weights = [number for p in trainer.model.parameters() for number in p.detach().flatten().tolist()]
+            found = {"history": trainer.state.log_history, "weights": weights}
+            (folder / f"{name}.json").write_text(json.dumps(found))
+
+
 if __name__ == "__main__":
     import sys
 
-    (train_recorded if "--recorded" in sys.argv else write_files)(Path(sys.argv[1]))
+    verbs = {"--recorded": train_recorded, "--compared": train_compared}
+    verbs.get(sys.argv[-1], write_files)(Path(sys.argv[1]))

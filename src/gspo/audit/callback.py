@@ -8,6 +8,7 @@ in the audit is printed once and ends the recording, never the training.
 
 from __future__ import annotations
 
+import itertools
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -197,14 +198,18 @@ class TRLCallback(TrainerCallback):
     """Record log s, clipping and samples of a TRL run: `trainer.add_callback(TRLCallback(trainer, "runs/audit/a"))`.
 
     The path is a new run directory; a run that resumes from a checkpoint continues its own. A step is one rollout batch
-    with all its optimizer updates, as everywhere in gspo; TRL's global_step counts updates.
+    with all its optimizer updates, as in gspo; TRL's global_step counts updates. With `numbered`, a path that
+    holds another run gets a number.
     """
 
-    def __init__(self, trainer: Any, path: str | Path | None = None) -> None:
+    def __init__(self, trainer: Any, path: str | Path | None = None, *, numbered: bool = False) -> None:
         self.trainer = trainer
         self.version = check_trainer(trainer)
         self.path = Path(path) if path else Path("runs/audit") / Path(trainer.args.output_dir).absolute().name
         self.draft = from_trl(_values(trainer), "GRPOConfig")
+        self.numbered = numbered
+        # Of gspo.trl.GSPOTrainer with our sampler, π_old is what the sampler computed.
+        self.proximal: str = getattr(trainer, "proximal", "recompute")
         self.clips = trainer.loss_type in CLIPPED
         self.run: RunDir | None = None  # on the main process
         self._originals: dict[str, tuple[bool, Callable[..., Any]]] = {}
@@ -310,11 +315,16 @@ class TRLCallback(TrainerCallback):
 
     def _open(self) -> None:
         resumed = self._step > 0 and (self.path / "audit.json").is_file()
+        first = self.path
+        for number in itertools.count(2) if self.numbered and not resumed else ():
+            if not (self.path / "config.yaml").is_file():
+                break
+            self.path = first.with_name(f"{first.name}-{number}")
         if (self.path / "config.yaml").is_file() and not resumed:
             raise ConfigError(f"{self.path} already holds a run; pass another path to gspo.audit.TRLCallback")
         self.run = RunDir(self.path)
         self.run.cut_back(self._step)
-        unknown = [] if self.trainer.use_vllm else [
+        unknown = [] if self.trainer.use_vllm or self.proximal == "rollout" else [
             "the error of the sampler's log-probs (noise/): TRL records the sampler's log-probs with vLLM only"
         ]  # fmt: skip
         write_audit(
@@ -374,9 +384,10 @@ class TRLCallback(TrainerCallback):
         low = (ratio < 1 - trainer.epsilon_low) & (advantage < 0) & mask
         high = (ratio > 1 + trainer.epsilon_high) & (advantage > 0) & mask
         noise, sampled = np.full(len(ids), np.nan), inputs.get("sampling_per_token_logps")
-        if sampled is not None and (old is not None or self._update == 0):
+        own = logp if old is None or self.proximal == "rollout" else old  # of the trainer
+        if sampled is not None and (own is not logp or self._update == 0):
             # At the weights of the start of the batch; vLLM gives NaN for a token that it could not score.
-            noise = mean(torch.nan_to_num((logp if old is None else old) - sampled))
+            noise = mean(torch.nan_to_num(own - sampled))
         reference = inputs.get("ref_per_token_logps")
         gap = torch.zeros_like(logp) if reference is None else reference - logp
         last = ids.gather(1, (whole.sum(-1, keepdim=True) - 1).clamp(min=0)).squeeze(1)  # [B]
@@ -429,7 +440,7 @@ class TRLCallback(TrainerCallback):
                 **metrics,
                 "clip/eps_low": trainer.epsilon_low if self.clips else None,
                 "clip/eps_high": trainer.epsilon_high if self.clips else None,
-                "policy/proximal": "recompute",
+                "policy/proximal": self.proximal,
                 "grad/norm": float(np.mean(norms)) if norms else None,
                 "grad/norm_max": max(norms, default=None),
                 "optimizer/lr": rates[-1] if rates else None,

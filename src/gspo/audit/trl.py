@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gspo.algorithms import ALGORITHMS
 from gspo.audit.foreign import Draft
 from gspo.system import number
 
@@ -38,10 +39,31 @@ OTHERS: dict[str, tuple[Any, ...]] = {
 def from_trl(values: Mapping[str, Any], file: str) -> Draft:
     draft = Draft("TRL", file, values)
     _translate(draft)
+    _own_objective(draft)
+    draft.notes.append(
+        "TRL differs from the paper: advantages are divided by std + 1e-4, and a completion without trained tokens "
+        "counts in the denominator"
+    )
     mode, upper = draft.get("vllm_importance_sampling_mode"), draft.get("vllm_importance_sampling_clip_max")
     if draft.get("use_vllm") and draft.get("vllm_importance_sampling_correction") and isinstance(mode, str):
         _correct(draft, mode, "vllm_importance_sampling_mode", upper)
     return draft
+
+
+def _own_objective(draft: Draft) -> None:
+    """What gspo.trl.GSPOConfig adds."""
+    name = draft.get("objective")
+    if isinstance(name, str) and name in ALGORITHMS:
+        preset = ALGORITHMS[name]
+        draft.set("algorithm", name, "objective")
+        draft.set("actor.importance_sampling_level", preset.level.partition("_")[0], "objective")
+        draft.set("actor.loss_aggregation", preset.aggregation, "objective")
+    elif isinstance(name, str):
+        draft.unexplained = f"objective={name} is a function of the user"
+    if draft.get("per_turn"):
+        draft.set("actor.sequence_unit", "turn", "per_turn")
+    for setting in ("correction", "objective_settings"):
+        draft.note(setting, ())
 
 
 def from_swift(values: Mapping[str, Any], file: str) -> Draft:

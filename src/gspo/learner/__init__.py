@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gspo.learner.policy.packing import (
         Completion, PackItem, by_sequence, filler, gather, micro_batches, split_over_ranks,
     )
-    from gspo.learner.policy.probe import WORDS, image_prompts, probe
+    from gspo.learner.policy.probe import LOGP_TOLERANCE, WORDS, image_prompts, probe
     from gspo.learner.policy.sharding import copy_into, full, full_parameters, like, shard, whole
     from gspo.learner.proximal import (
         AutoClip, Noise, ProximalSource, choose_proximal_source, clip_range, judge_noise, next_eps, noise_message,

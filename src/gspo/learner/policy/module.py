@@ -181,10 +181,7 @@ class PolicyModule(nn.Module):
                 "actor.path must be a causal language model"
             )
         if gradient_checkpointing:
-            # The backward pass recomputes a layer after `forward` has restored the attention implementation, so the
-            # recomputation must select it and its layout again. Experts are replayed from the forward pass: a router
-            # near a tie could choose others.
-            model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": self._recomputed})
+            self.checkpoint_layers()
         else:
             recompute_gated_products(model)
         return_memory_between_layers(model)
@@ -195,6 +192,12 @@ class PolicyModule(nn.Module):
                     if "drop" in name and isinstance(value, float):
                         setattr(module, name, 0.0)
         self.train()
+
+    def checkpoint_layers(self) -> None:
+        """Recompute each layer in the backward pass."""
+        # `forward` has restored the attention implementation by then, so the recomputation must select it and its
+        # layout again. Experts are replayed from the forward pass: a router near a tie could choose others.
+        self.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": self._recomputed})
 
     def train(self, mode: bool = True) -> PolicyModule:
         """Training mode without dropout: only the layers that use the mode for gradient checkpointing are set to it."""

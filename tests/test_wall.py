@@ -26,7 +26,7 @@ ROOTS = (
 )  # the front door, and what `train` imports first
 
 # A ratchet: these numbers only fall. Lower them when the core shrinks.
-MAX_LINES, MAX_FILES = 24_000, 110
+MAX_LINES, MAX_FILES = 23_600, 108
 
 # Checks and translations of a config, which run once before the first step.
 AT_START = ("lint/", "migrate/", "rewards/check.py", "sampling/native/")

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     )
     from gspo.train.build.given import find_environment
     from gspo.train.build.learner import (
-        alphabet_warning, assembly, context_length, device_and_dtype, limit_context, load_policy, make_credit, make_plan,
-        make_policy, make_reader, make_tokenizer, narrowest_clip, published_dtype, set_threads, set_trained_part,
-        whole_model, with_tower,
+        alphabet_warning, assembly, context_length, device_and_dtype, limit_context, load_policy, make_credit,
+        make_plan, make_policy, make_reader, make_tokenizer, narrowest_clip, published_dtype, set_threads,
+        set_trained_part, whole_model, with_tower,
     )
     from gspo.train.build.rollout import (
         decoder, evaluation_params, local_sampler, make_sampler, sampler_dtype, sampling_params, sends_adapter,

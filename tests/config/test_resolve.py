@@ -8,7 +8,7 @@ import pytest
 
 from gspo.algorithms import ALGORITHMS, COMMON_SETTINGS, CORRECTIONS, GATES
 from gspo.config import effective_objective, load, proximal_policy
-from gspo.config.resolve import default_algorithm_note, objective_words
+from gspo.config.resolve import objective_words
 from gspo.config.schema import known_keys
 from gspo.errors import ConfigError
 
@@ -48,8 +48,9 @@ def test_settings_are_those_of_the_gate_and_the_common_ones(name):
     assert ("max_new_tokens" in settings) == (ALGORITHMS[name].aggregation == "token_sum")
 
 
-def test_without_an_algorithm_it_is_grpo_and_with_a_critic_ppo():
-    assert load(None).config.algorithm == "grpo"
+def test_without_an_algorithm_it_is_gspo_with_token_ratios_grpo_and_with_a_critic_ppo():
+    assert load(None).config.algorithm == "gspo"
+    assert load(None, ["actor.importance_sampling_level=token"]).config.algorithm == "grpo"
     assert load(None, ["critic={}"]).config.algorithm == "ppo"
     assert load(None, ["critic={}", "algorithm=gspo"]).config.algorithm == "gspo"
 
@@ -281,20 +282,16 @@ def test_the_objective_library_accepts_every_effective_objective():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words", "has_note"),
+    ("overrides", "words"),
     [
-        (["algorithm=gspo"], "GSPO (one ratio per completion), clip 3e-4/4e-4, 4 updates per batch", False),
-        (
-            ["actor.importance_sampling_level=sequence", "actor.ppo_n_minibatches=1"],
-            "GSPO (one ratio per completion)",
-            False,
-        ),
-        ([], "GRPO (one ratio per token), clip 0.2/0.2", True),
-        (["algorithm=gspo", "actor.eps_clip=auto"], "GSPO (one ratio per completion), automatic clip range", False),
-        (["algorithm=cispo"], "CISPO (one ratio per token)", False),
+        (["algorithm=gspo"], "GSPO (one ratio per completion), clip 3e-4/4e-4, 4 updates per batch"),
+        (["actor.importance_sampling_level=sequence", "actor.ppo_n_minibatches=1"], "GSPO (one ratio per completion)"),
+        ([], "GSPO (one ratio per completion), clip 3e-4/4e-4"),
+        (["actor.importance_sampling_level=token"], "GRPO (one ratio per token), clip 0.2/0.2"),
+        (["critic.path=x"], "PPO (one ratio per token)"),
+        (["algorithm=gspo", "actor.eps_clip=auto"], "GSPO (one ratio per completion), automatic clip range"),
+        (["algorithm=cispo"], "CISPO (one ratio per token)"),
     ],
 )
-def test_the_objective_is_named_in_a_newcomers_words(overrides, words, has_note):
-    loaded = load(None, overrides)
-    assert objective_words(loaded).startswith(words)
-    assert (default_algorithm_note(loaded) is not None) == has_note
+def test_the_objective_is_named_in_a_newcomers_words(overrides, words):
+    assert objective_words(load(None, overrides)).startswith(words)

@@ -90,6 +90,7 @@ rollout.max_head_offpolicyness: rollout.backend=vllm:d1 =2 | cluster.n_gpus_per_
 """
 
 WARNINGS = """
+gconfig.temperature: | =0.1 | =0.5
 actor.eps_clip: | =0.2 | =0.005
 actor.eps_clip: =0.2 | | gconfig.max_new_tokens=4
 actor.eps_clip: =0.2 | | algorithm=grpo

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from gspo.config.layout import Layout, engine_of, flags_of, layout_of
     from gspo.config.loading import load, unknown_key
     from gspo.config.resolve import (
-        Loaded, ObjectiveSettings, Origin, algorithm_in, config_fingerprint, default_algorithm_note, dump,
+        Loaded, ObjectiveSettings, Origin, algorithm_in, config_fingerprint, dump,
         effective_objective, is_supervised, objective_words, proximal_policy, read_origins, same_as, value_of,
         write_origins, written,
     )

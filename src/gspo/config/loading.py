@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from gspo.algorithms import ALGORITHMS, EPS_KEYS, algorithm_of, is_function
 from gspo.config import yaml_tree as tree
-from gspo.config.resolve import DEFAULT_ALGORITHM, Loaded, Origin, level_of, origin_of, resolve, value_of
+from gspo.config.resolve import Loaded, Origin, default_algorithm, level_of, origin_of, resolve, value_of
 from gspo.config.schema import Config, Key, Section, keys_of, known_keys
 from gspo.config.yaml_tree import Node, Override
 from gspo.errors import ConfigError
@@ -188,7 +188,7 @@ def load(path: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] =
 
     A dict holds sections as dicts, or dotted keys: {"gconfig": {"n_samples": 8}, "actor.path": "embedded:tiny"}.
 
-    >>> loaded = load(None, ["+actor.importance_sampling_level=sequence"])
+    >>> loaded = load(None, ["algorithm=grpo", "+actor.importance_sampling_level=sequence"])
     >>> loaded.config.actor.eps_clip, str(loaded.origin("actor.eps_clip")), loaded.is_set("actor.eps_clip")
     (0.0003, 'level sequence', False)
     """
@@ -267,7 +267,7 @@ def _drop_eps_of_another_level(root: Node, in_file: Node, messages: list[str]) -
     def level(values: Node) -> str | None:
         keys = ("algorithm", "actor.importance_sampling_level")
         name, own = (str(node.data()) if (node := tree.get(values, key)) else None for key in keys)
-        name = name or ("ppo" if tree.get(values, "critic") else DEFAULT_ALGORITHM)
+        name = name or default_algorithm(own, tree.get(values, "critic") is not None)[0]
         known = name in ALGORITHMS or is_function(name)
         return level_of(algorithm_of(name), own).partition("_")[0] if known else None
 

@@ -277,13 +277,6 @@ def is_supervised(config: Config) -> bool:
     return algorithm_in(config).supervised
 
 
-def default_algorithm_note(loaded: Loaded) -> str | None:
-    """A note for configs that leave the algorithm to the default, which is AReaL's and not GSPO."""
-    if loaded.is_set("algorithm") or loaded.is_set("actor.importance_sampling_level"):
-        return None
-    return f"algorithm is not set, so it is {loaded.config.algorithm}; set algorithm: gspo to train with GSPO"
-
-
 def level_of(algorithm: Algorithm, chosen: str | None) -> str:
     """The ratio level of an algorithm with `actor.importance_sampling_level`.
 
@@ -331,7 +324,15 @@ def _advantage(algorithm: Algorithm, norm: RewardNorm | None, adv_norm: Norm | N
 
 
 DEFAULT = Origin("default")
-DEFAULT_ALGORITHM = "grpo"  # without a critic
+
+
+def default_algorithm(level: str | None, has_critic: bool) -> tuple[str, str]:
+    """(algorithm, the key that decides it or "") of a config that sets none."""
+    if has_critic:
+        return "ppo", "critic"
+    return ("grpo", "actor.importance_sampling_level") if level == "token" else ("gspo", "")
+
+
 WITH_ROWS = ("gymnasium:", "openenv:", "verifiers:")  # environments that bring their own problems
 
 
@@ -412,8 +413,8 @@ class _Resolver:
 
     def fill_objective(self) -> None:
         has_critic = self.config.critic is not None
-        by_critic = Origin("derived", "from critic") if has_critic else DEFAULT
-        self.fill("algorithm", "ppo" if has_critic else DEFAULT_ALGORITHM, by_critic)
+        name, cause = default_algorithm(self.get("actor.importance_sampling_level"), has_critic)
+        self.fill("algorithm", name, Origin("derived", f"from {cause}") if cause else DEFAULT)
         # The defaults of the algorithm hold for its own ratio level. If the user chose another level, the clip range
         # and the aggregation come from that level, because ε of a token ratio and of a sequence ratio differ by orders
         # of magnitude.

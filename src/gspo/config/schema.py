@@ -729,7 +729,7 @@ class Config(Section):
     algorithm: str | None = key(
         None,
         f"Preset: {', '.join(ALGORITHMS)}; or a function of yours, file.py:function.",
-        unset="ppo if a critic is configured, otherwise grpo",
+        unset="ppo with a critic, grpo with importance_sampling_level: token, otherwise gspo",
     )
     seed: int = key(1, "Seed of all random numbers.", low=0)
     total_train_steps: int | None = key(None, "Number of training steps.", unset="total_train_epochs decides", low=1)

@@ -28,7 +28,6 @@ from gspo.config import (
     ObjectiveSettings,
     RewardNorm,
     algorithm_in,
-    default_algorithm_note,
     held_out,
     is_supervised,
     layout_of,
@@ -380,7 +379,7 @@ def objective_section(f: Facts) -> dict[str, Any]:
         "formula": formula(objective, penalised=actor.kl_ctl > 0 or actor.discount < 1)
         if own is None
         else own.formula(f),
-        "words": [*_words(f), *([f"note: {note}"] if (note := default_algorithm_note(f.loaded)) else [])],
+        "words": _words(f),
         "level": objective["level"],
         "gate": None if algorithm.of_user else objective["gate"],
         "advantage": objective["advantage"],

@@ -32,6 +32,17 @@ def no_randomness(f: Facts) -> str | None:
         return "training samples without randomness: all completions of a prompt are equal and all advantages are 0"
 
 
+@warning("gconfig.temperature", "set gconfig.temperature: 1.0")
+def little_randomness(f: Facts) -> str | None:
+    chosen = f.config.gconfig
+    if 0 < chosen.temperature < 0.3 and chosen.n_samples > 1 and not is_supervised(f.config):
+        return (
+            f"at temperature {chosen.temperature:g} the completions of a prompt hardly differ, so most groups have "
+            "equal rewards and give no gradient"
+        )
+    return None
+
+
 @rule
 def longer_than_the_context(f: Facts) -> Iterator[Finding]:
     prompt, new = f.config.train_dataset.max_length, f.config.gconfig.max_new_tokens

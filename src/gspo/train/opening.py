@@ -129,8 +129,7 @@ def _open_leader(given: Given, world: World, stop: StopRequest, outer: ExitStack
     total_steps, steps_per_epoch = length_of(config, len(data))
     policy, decode = learner.policy, decoder(learner.tokenizer)
     display, say = _open_display(run, total_steps, outer, inner)
-    for line in headline(loaded):
-        say(line)
+    say(headline(loaded))
     # Resume before the sampler is made, because the sampler gets the resumed weights.
     beat("looking for a checkpoint to resume")
     identity = run_identity(learner, data, world)

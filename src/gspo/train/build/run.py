@@ -13,7 +13,6 @@ from gspo.config import (
     Loaded,
     SaverSection,
     config_fingerprint,
-    default_algorithm_note,
     dump,
     effective_objective,
     is_supervised,
@@ -177,8 +176,8 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def headline(loaded: Loaded) -> list[str]:
-    """The first line of a run: objective, model, batch, learning rate, device; a note if the algorithm is not set."""
+def headline(loaded: Loaded) -> str:
+    """The first line of a run: objective, model, batch, learning rate, device."""
     config = loaded.config
     model = config.actor.path + (f" with LoRA of rank {config.actor.lora_rank}" if config.actor.use_lora else "")
     batch = f"{config.train_dataset.batch_size} prompts × {config.gconfig.n_samples} completions"
@@ -186,9 +185,7 @@ def headline(loaded: Loaded) -> list[str]:
         batch = f"{config.train_dataset.batch_size} rows per batch"
     device, dtype = device_and_dtype(config)
     line = f"{objective_words(loaded)}, {model}, {batch}, lr {config.actor.optimizer.lr:g}, "
-    line += f"{device.type} {str(dtype).removeprefix('torch.')}"
-    note = default_algorithm_note(loaded)
-    return [line, *([note] if note else [])]
+    return line + f"{device.type} {str(dtype).removeprefix('torch.')}"
 
 
 def _translations(messages: Sequence[str]) -> list[str]:

@@ -29,8 +29,8 @@ FUNCTIONS = {
     ("os", "waitid"): 9, ("fcntl", "flock"): 9, ("fcntl", "lockf"): 9, ("futures", "wait"): 1, ("asyncio", "wait"): 1,
     ("asyncio", "wait_for"): 1, ("asyncio", "gather"): 9, ("asyncio", "run"): 9, ("asyncio", "open_connection"): 9,
     ("socket", "create_connection"): 1, ("ray", "get"): 1, ("ray", "wait"): 1, ("_ray", "get"): 1, ("_ray", "wait"): 1,
-    ("stdin", "read"): 0, ("time", "sleep"): 0, ("distributed", "all_gather"): 9, ("distributed", "broadcast"): 9,
-    ("distributed", "init_process_group"): 9, ("torch_distributed", "rendezvous"): 9, ("_store", "get"): 9,
+    ("stdin", "read"): 0, ("time", "sleep"): 0, ("_distributed", "all_gather"): 9, ("_distributed", "broadcast"): 9,
+    ("distributed", "init_process_group"): 9, ("_distributed", "rendezvous"): 9, ("_store", "get"): 9,
     ("store", "multi_get"): 9,
 }  # fmt: skip
 LOCKS = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore"}

@@ -13,7 +13,7 @@ from gspo.system import by_name
 
 SOURCE = Path(gspo.__file__).parent
 # The table itself; and the losses of other trainers, of which some have the same names.
-NOT_OURS = ("algorithms.py", "audit/", "config/migrate/")
+NOT_OURS = ("algorithms.py", "audit/", "migrate/", "conformance/", "trl/")
 # Words such as "clip" and "log" also name other things: for these the other side of the comparison must name a gate.
 DISTINCT = {"cispo", "sapo", "gmpo"}
 

@@ -93,7 +93,7 @@ def test_a_frozen_tower_encodes_every_prompt_of_a_run_once(tmp_path):
     assert trainer.parts.learner.policy.vision.num_encoded == 4 + 4 + 2
 
 
-@pytest.mark.parametrize(("content", "reason"), [(None, "has no image processor"), ("[]", "must be a JSON object")])
+@pytest.mark.parametrize(("content", "reason"), [(None, "has no image processor"), ("[]", "must be an object of JSON")])
 def test_a_folder_without_a_usable_processor_trains_on_text(content, reason, tmp_path):
     folder = tmp_path / "model"
     vision_zoo.write_folder("qwen3_vl", folder)

@@ -83,7 +83,7 @@ def defaults(root: Node) -> Mapping[str, tuple[Any, str]]:
         node = tree.get(root, f"actor.{key}")
         return None if node is None else node.data()
 
-    found = {
+    found: dict[str, tuple[Any, str]] = {
         "algorithm": ("grpo", ""),
         "actor.loss_aggregation": ("token_mean", "GRPO and GSPO by their papers: sequence_mean"),
     }

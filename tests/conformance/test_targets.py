@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
+from gspo import objectives
 from gspo.cli.main import main
-from gspo.conformance import Package, check_all, targets
+from gspo.conformance import Package, adapted, check_all, targets
 from gspo.errors import ConfigError
 
 
@@ -123,3 +124,9 @@ def test_the_plug_in_runs_a_test_once_per_case(tmp_path):
     assert "For a run: the loss is NaN (0 · inf)" in done.stdout
     assert "2 failed" in done.stdout
     assert "22 skipped" in done.stdout, done.stdout[-500:]
+
+
+def test_a_function_with_settings_of_any_name_gets_those_of_the_case():
+    outcomes = check_all(adapted(objectives.loss))
+    assert [(o.case.name, o.details) for o in outcomes if o.is_wrong] == []
+    assert {"kl_k1", "sapo", "epsilon_asymmetric"} <= {o.case.name for o in outcomes if o.status != "not offered"}

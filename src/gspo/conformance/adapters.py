@@ -75,18 +75,22 @@ def adapted(
     if advantage_per is None:
         advantage_per = "token" if {"response_mask", "action_mask", "loss_mask"} & asked.keys() else "sequence"
     chosen = {meaning for meaning in asked.values() if meaning}
+    # A function with **settings gets those of a case by our names.
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
 
     def call(batch: Batch) -> Any:
         given = values(batch, advantage_per)
         for need in NEEDED:
             if given[need] is not None and need not in chosen:
                 raise NotOfferedError(f"it has no parameter for {need} ({', '.join((need, *NAMES[need]))})")
-        if batch.settings.get("kl_coef") and "kl_coef" not in chosen:
+        if batch.settings.get("kl_coef") and "kl_coef" not in chosen and not takes_any:
             raise NotOfferedError(f"it has no parameter for kl_coef ({', '.join(NAMES['kl_coef'])})")
-        if batch.settings.get("kl_estimator", "k3") != "k3" and "kl_estimator" not in chosen:
+        if batch.settings.get("kl_estimator", "k3") != "k3" and "kl_estimator" not in chosen and not takes_any:
             raise NotOfferedError("it has no parameter for the KL estimator, so it is tested with k3 only")
         every = {word: given.get(ours) for word, ours in MEANING.items()}
         arguments = {word: given.get(ours) if ours else SimpleNamespace(**every) for word, ours in asked.items()}
+        if takes_any:
+            arguments |= {ours: value for ours, value in batch.settings.items() if ours not in chosen}
         if batch.num_parts == 1 or chosen & {"num_sequences", "num_tokens"}:
             return result(function(**arguments))
         is_even = batch.num_sequences == batch.num_parts * len(batch.logp) and batch.objective not in TOKEN_MEANS

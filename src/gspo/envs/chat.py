@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gspo.system import naming_panics
+from gspo.system import naming_panics, parse_json
 
 Message = Mapping[str, Any]
 
@@ -116,7 +116,7 @@ def parse_calls(text: str, new_id: Callable[[int], str] = "call_{}".format) -> d
     # Text outside valid calls stays content.
     for found in _CALL.finditer(text):
         try:
-            call = json.loads(found[1])
+            call = parse_json(found[1])
             name, arguments = call["name"], call.get("arguments", {})
             if not isinstance(name, str) or not isinstance(arguments, dict):
                 continue
@@ -159,7 +159,7 @@ def _calls(message: Message) -> list[tuple[str, Any]]:
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             with contextlib.suppress(ValueError, RecursionError):
-                arguments = json.loads(arguments)
+                arguments = parse_json(arguments)
         out.append((function.get("name"), arguments))
     return out
 

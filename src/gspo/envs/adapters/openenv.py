@@ -162,7 +162,7 @@ class OpenEnv:
             for call in calls:
                 function = call["function"]
                 action = {"type": "call_tool", "tool_name": function["name"],
-                          "arguments": json.loads(function["arguments"])}  # fmt: skip
+                          "arguments": parse_json(function["arguments"])}  # fmt: skip
                 try:
                     reply = await session.ask("step", action)
                     client.reward(_reward(reply))

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gspo.envs.adapters.common import CallTimeoutError, Threads, function_of
 from gspo.envs.client import Client, EpisodeError, OutOfRoomError, TooManyTurnsError
 from gspo.errors import ConfigError
+from gspo.system import parse_json
 
 _NO_TOOL = ("reset", "get_reward")
 _THREADS = 32  # tools mostly wait: for a network, a process
@@ -129,7 +129,7 @@ class TrlEnvironment:
                 tool = getattr(type(instance), name, None)
                 if name.startswith("_") or name in _NO_TOOL or not inspect.isfunction(tool):
                     raise ValueError(f"Tool {name} not found.")
-                arguments = json.loads(call["function"]["arguments"])
+                arguments = parse_json(call["function"]["arguments"])
                 if inspect.iscoroutinefunction(tool):
                     waiting.append((name, self._run(tool, instance, **arguments)))
                 else:

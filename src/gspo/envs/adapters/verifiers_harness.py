@@ -15,6 +15,8 @@ from verifiers.v1.harness import Harness  # pyright: ignore[reportMissingImports
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp  # pyright: ignore[reportMissingImports]
 from verifiers.v1.runtimes import ProgramResult  # pyright: ignore[reportMissingImports]
 
+from gspo.system import parse_json
+
 __all__ = ["ChatHarness"]
 
 
@@ -70,7 +72,7 @@ async def _result(running: Any, dispatch: Any, call: dict[str, Any]) -> str:
     if name not in dispatch:
         return f"error: there is no tool {name[:40]!r}; there are {', '.join(dispatch)}"
     try:
-        result = await call_mcp(running, dispatch, name, json.loads(call["function"]["arguments"]))
+        result = await call_mcp(running, dispatch, name, parse_json(call["function"]["arguments"]))
     except Exception as error:
         return f"error: {error}"
     return result if isinstance(result, str) else json.dumps(result)

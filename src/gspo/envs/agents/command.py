@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.envs.client import EpisodeError
-from gspo.system import describe_exit
+from gspo.system import describe_exit, parse_json
 
 _REAPER = Path(__file__).with_name("reaper.py")
 _KEPT_OUT, _KEPT_ERR = 64 * 2**10, 4 * 2**10  # bytes kept from the end of a command's output
@@ -101,7 +101,7 @@ def reward_of_output(printed: str) -> Any:
     """
     last = next((line for line in reversed(printed.splitlines()) if line.strip()), "")
     with contextlib.suppress(ValueError, RecursionError):
-        value = json.loads(last)
+        value = parse_json(last)
         if isinstance(value, dict) and "reward" in value:
             return value
         # In Python, bool is a subclass of int: `true` is not a reward.

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gspo.envs.agents.openai_api import Answer, ApiError, ApiRequest, as_list, as_text, read_chat
+from gspo.system import parse_json
 
 # Fields that have the same name and meaning in a chat request, or no effect.
 _SAME = ("model", "stream", "temperature", "top_p", "top_k", "metadata", "service_tier")
@@ -148,7 +149,7 @@ def message_events(answer: Answer, request: ApiRequest, *, id: str, model: str, 
 def _blocks(answer: Answer, id: str) -> list[dict[str, Any]]:
     text = [{"type": "text", "text": answer.text}] if answer.text or not answer.tool_calls else []
     return text + [
-        {"type": "tool_use", "id": f"toolu_{id}_{i}", "name": name, "input": json.loads(arguments)}
+        {"type": "tool_use", "id": f"toolu_{id}_{i}", "name": name, "input": parse_json(arguments)}
         for i, (name, arguments) in enumerate(answer.tool_calls)
     ]
 

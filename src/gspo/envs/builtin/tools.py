@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,10 +22,11 @@ from gspo.envs.builtin.calculator import CalculatorError, calculate
 from gspo.envs.client import Client, EpisodeError, OutOfRoomError
 from gspo.errors import ConfigError, SandboxError
 from gspo.rewards import box as sandbox
+from gspo.system import parse_json
 
 OPEN, CLOSE = "[", "]"
 # Each as the OpenAI API describes it.
-SCHEMAS: Mapping[str, dict[str, Any]] = json.loads(Path(__file__).with_name("tools.json").read_text(encoding="utf-8"))
+SCHEMAS: Mapping[str, dict[str, Any]] = parse_json(Path(__file__).with_name("tools.json").read_bytes())
 # One program at a time: the sandbox limits processes per user id, which all programs share.
 _BOX = threading.Lock()  # wait: none, held for one program, which has a time limit
 
@@ -139,7 +139,7 @@ class ToolUnavailableError(EpisodeError):
 
 
 def _calls(answer: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in answer.get("tool_calls") or ()]
+    return [(c["function"]["name"], parse_json(c["function"]["arguments"])) for c in answer.get("tool_calls") or ()]
 
 
 def _inline(text: str, tools: Mapping[str, Tool]) -> list[tuple[str, str]]:
@@ -159,7 +159,7 @@ def _arguments(tool: Tool, given: Any) -> Arguments:
         return given
     if isinstance(given, str) and tool.only_argument is not None:
         return {tool.only_argument: given}
-    with contextlib.suppress(ValueError, TypeError, RecursionError):
-        if isinstance(named := json.loads(given), dict):
+    with contextlib.suppress(ValueError):
+        if isinstance(given, str) and isinstance(named := parse_json(given), dict):
             return named
     return {}

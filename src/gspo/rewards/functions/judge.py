@@ -197,7 +197,7 @@ class Judge:
 
     def _read(self, raw: bytes) -> tuple[Result, float | None]:
         try:
-            text = json.loads(raw)["choices"][0]["message"]["content"] or ""
+            text = parse_json(raw)["choices"][0]["message"]["content"] or ""
         except (ValueError, LookupError, TypeError):
             return self._failed(f"no chat completion: {raw[:200].decode('utf-8', 'replace')}"), 0.0
         # The last match: a judge that explains its decision writes the final score at the end.

@@ -274,9 +274,13 @@ class McpServer:
 
     def _answers_after(self, number: int) -> bool:
         """Whether it answers a ping after a call that was late: then the calls of other episodes go on."""
-        with contextlib.suppress(McpError, FutureTimeout):
+        try:
             self._send({"method": "notifications/cancelled", "params": {"requestId": number}}, _PING_S)
             self._call("ping", {}, _PING_S)
+        except FutureTimeout:  # another message has waited for all this time
+            self._fail(f"the MCP server {self.spec.name} does not read its input")
+        except McpError:
+            pass  # `_over` says why
         return self._over is None
 
     def _send(self, message: Mapping[str, Any], timeout_s: float) -> None:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from gspo.errors import ConfigError, GspoError
+from gspo.system import heartbeat, program
 from registries import datasets, models
 
 
@@ -70,4 +71,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run_main(main, heartbeat.NOTICE_S)

@@ -56,14 +56,19 @@ def summary_table(found: Mapping[str, Sequence[Record]]) -> list[list[str]]:
     return rows
 
 
+def found(docs: Path) -> dict[str, list[Record]]:
+    """The records of every shipped study that belong to its present version."""
+    return {name: results.current(study, results.read_records(docs, study)) for name, study in plan.studies().items()}
+
+
 def write_pages(docs: Path, redraw: Collection[str] | None = None) -> Path:
     """Generate both pages from the result files, and the figures of the studies in `redraw` (None: of all)."""
-    found = {name: results.current(study, results.read_records(docs, name)) for name, study in plan.studies().items()}
-    drawn = {name: _draw(docs, plan.find_study(name), found[name], redraw) for name in found if found[name]}
+    records = found(docs)
+    drawn = {name: _draw(docs, plan.find_study(name), records[name], redraw) for name in records if records[name]}
     path = docs / "baselines.md"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(baselines_page(found, drawn), encoding="utf-8")
-    (docs / "when_to_use.md").write_text(when_page(found), encoding="utf-8")
+    path.write_text(baselines_page(records, drawn), encoding="utf-8")
+    (docs / "when_to_use.md").write_text(when_page(records), encoding="utf-8")
     return path
 
 

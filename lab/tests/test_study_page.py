@@ -18,7 +18,7 @@ def record(arm, seed, measures, *, stage="test", digest=None, busy=False, study=
     digest = digest or plan.config_digest(plan.configured(study, study.overrides(arm), seed))
     return {
         "arm": arm, "seed": seed, "stage": stage, "digest": digest, "measures": measures, "failed": None,
-        "curves": {"accuracy": [[0, 0.3], [64, 0.9]], "clip_tokens": [[32, 0.1], [64, 0.2]]},
+        "curves": {name: [[0, 0.3], [64, 0.9]] for name in ("accuracy", "reward", "clip_tokens")},
         "took": {"wall_s": 10.0, "cpu_s": 5.0 if busy else 9.9, "load": 1.0, "jobs": 2},
         "command": "gspo study run", "date": "2026-01-01", "commit": "abc", "machine": "m", "versions": {"torch": "2"},
         "train": plan.train_command(study, study.overrides(arm), seed), "config": {"seed": seed},
@@ -60,7 +60,8 @@ def test_the_page_has_the_verdicts_the_machine_the_date_and_the_command(tmp_path
     assert (tmp_path / "img" / "studies" / "clipping.png").stat().st_size > 1000
 
 
-def test_a_study_of_a_user_has_a_page_beside_its_results_and_no_page_of_the_repository_is_written(tmp_path):
+def test_a_study_of_a_user_has_page_and_picture_beside_its_results_and_nothing_of_the_repository_is_written(tmp_path):
+    pytest.importorskip("matplotlib")
     (tmp_path / "base.yaml").write_text("algorithm: gspo\n")
     file = tmp_path / "mine.yaml"
     file.write_text("{claim: c, about: a, base: base.yaml, seeds: [1], arms: {one: {}}, measures: [final]}\n")
@@ -70,7 +71,10 @@ def test_a_study_of_a_user_has_a_page_beside_its_results_and_no_page_of_the_repo
     assert text.startswith("## mine\n\n*c*")
     assert f"`gspo study run {file}`" in text
     assert "| one | 1 | 0.5 |" in text
-    assert [path.name for path in tmp_path.rglob("*.md")] == ["mine.md"]
+    assert {path.name for path in tmp_path.rglob("*")} == {
+        "base.yaml",
+        *(f"mine.{x}" for x in ("yaml", "json", "md", "png")),
+    }
 
 
 def test_the_commands_of_old_records_name_the_files_and_functions_of_today():
@@ -83,7 +87,7 @@ def test_the_commands_of_old_records_name_the_files_and_functions_of_today():
 def test_results_of_another_config_are_not_used(tmp_path):
     stale = [record("gspo ε=2e-3", seed, {"gain": 0.9}, digest="0123") for seed in (1, 2)]
     results.write_records(tmp_path, STUDY, stale)
-    assert results.current(STUDY, results.read_records(tmp_path, "clipping")) == []
+    assert results.current(STUDY, results.read_records(tmp_path, STUDY)) == []
     job = plan.jobs(STUDY, plan.Choice(only="gspo ε=2e-3"))[0]
     assert not results.done(stale, job)
     assert results.done(filled([(0.1, 0.9)], [(0.1, 0.9)]), job)
@@ -128,12 +132,12 @@ def test_a_fresh_record_takes_the_place_of_the_old_one_and_files_are_sorted_line
     first, other = record("gspo ε=2e-3", 2, {"gain": 0.1}), record("gspo ε=2e-3", 1, {"gain": 0.2})
     merged = results.replaced([first, other], [record("gspo ε=2e-3", 2, {"gain": 0.5})])
     results.write_records(tmp_path, STUDY, merged)
-    lines = results.results_file(tmp_path, "clipping").read_text().splitlines()
+    lines = results.results_file(tmp_path, STUDY).read_text().splitlines()
     written = [json.loads(line.rstrip(",")) for line in lines if line.startswith('{"arm"')]
     assert [one["measures"]["gain"] for one in written] == [0.2, 0.5]
     # What the records share stands once, and is back when they are read.
     assert sum("2026-01-01" in line for line in lines) == 1
-    ours, theirs = results.read_records(tmp_path, "clipping"), sorted(merged, key=lambda r: r["seed"])
+    ours, theirs = results.read_records(tmp_path, STUDY), sorted(merged, key=lambda r: r["seed"])
     assert [{k: v for k, v in r.items() if k != "session"} for r in ours] == theirs
 
 
@@ -157,7 +161,7 @@ def test_looking_at_studies_leaves_torch_alone(tmp_path, words):
 @pytest.mark.full
 def test_the_committed_page_is_that_of_the_committed_results(tmp_path):
     docs = ROOT / "docs"
-    found = {name: results.current(study, results.read_records(docs, name)) for name, study in plan.studies().items()}
+    found = pages.found(docs)
     drawn = {
         name: docs / "img" / "studies" / f"{name}.png"
         for name in found

@@ -117,14 +117,14 @@ def test_a_key_that_the_schema_lost_does_not_make_a_result_invalid(name):
     older = {**config, "actor.removed_key": 7}
     recorded = plan._digest(plan._computed(study, older) if study.compute else older)
     assert recorded != job.digest
-    assert plan.digest_today(name, older, recorded) == job.digest
-    assert plan.digest_today(name, config, job.digest) == job.digest
-    assert plan.digest_today(name, {**older, "actor.optimizer.lr": 1.0}, "other") != job.digest
+    assert plan.digest_today(study, older, recorded) == job.digest
+    assert plan.digest_today(study, config, job.digest) == job.digest
+    assert plan.digest_today(study, {**older, "actor.optimizer.lr": 1.0}, "other") != job.digest
 
 
 def test_a_reward_that_moved_to_another_module_is_still_the_recorded_experiment():
     study = plan.find_study("clipping")
-    recorded = json.loads(results.results_file(ROOT / "docs", "clipping").read_text())["configs"]
+    recorded = json.loads(results.results_file(ROOT / "docs", study).read_text())["configs"]
     jobs = [
         job for job in plan.jobs(study, plan.Choice(full=True)) if "gspo.studies.control:coin" in str(job.overrides)
     ]
@@ -138,4 +138,4 @@ def test_a_key_that_a_section_of_the_schema_lost_does_not_make_a_result_invalid(
     job = next(job for job in plan.jobs(study) if job.arm.startswith("ppo"))
     config = plan.set_keys(plan.configured(study, job.overrides, job.seed))
     older = {**config, "critic": {**config["critic"], "mb_spec": {"n_mbs": None}}}
-    assert plan.digest_today("presets", older, "other") == job.digest
+    assert plan.digest_today(study, older, "other") == job.digest

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from gspo.studies import results
+from gspo.studies import plan, results
 from gspo.system import all_processes, descendants
 
 pytestmark = pytest.mark.run
@@ -55,8 +55,12 @@ def run(folder, *words, code=0):
     return done
 
 
+def recorded(folder):
+    return results.read_records(folder / "docs", plan.find_study(str(folder / "short.yaml")))
+
+
 def records(folder):
-    return json.loads((folder / "docs" / "results" / "studies" / "short.json").read_text())["records"]
+    return json.loads((folder / "docs" / "short.json").read_text())["records"]
 
 
 @pytest.mark.full
@@ -68,7 +72,7 @@ def test_arms_times_seeds_become_records_and_nothing_is_made_twice(study):
     # The control is paid by a coin, and still judged by the truth: before training both arms are one model.
     assert found["gspo", 1]["measures"]["start"] == found["random", 1]["measures"]["start"]
     assert found["gspo", 1]["measures"]["reward_area"] != found["random", 1]["measures"]["reward_area"]
-    (one,) = [r for r in results.read_records(study / "docs", "short") if r["arm"] == "gspo"]
+    (one,) = [r for r in recorded(study) if r["arm"] == "gspo"]
     assert one["config"]["actor.eps_clip"] == 0.002
     assert one["config"]["seed"] == 1
     assert one["train"].startswith("gspo train ")
@@ -98,7 +102,7 @@ def test_an_arm_of_two_stages_starts_from_the_model_of_the_first(study):
     stages = STUDY.replace("  random", f"  two stages: {{first: sft.yaml, {frozen}}}\n  random")
     (study / "short.yaml").write_text(stages.replace("gspo: {}", f"gspo: {{{frozen}}}"))
     run(study, "--seeds", "1")
-    found = {r["arm"]: r for r in results.read_records(study / "docs", "short")}
+    found = {r["arm"]: r for r in recorded(study)}
     assert found["two stages"]["measures"]["start"] == found["two stages"]["measures"]["final"]
     assert found["two stages"]["measures"]["start"] != found["gspo"]["measures"]["start"]
     assert found["two stages"]["config"]["first"]["algorithm"] == "sft"
@@ -130,7 +134,7 @@ tune:
     found = records(study)
     tried = {r["arm"]: r["measures"]["reward_area"] for r in found if r["stage"] == "tune"}
     assert set(tried) == {"gspo lr=1e-05", "gspo lr=0.0002", "other lr=1e-05", "other lr=0.0002"}
-    configs = json.loads((study / "docs" / "results" / "studies" / "short.json").read_text())["configs"]
+    configs = json.loads((study / "docs" / "short.json").read_text())["configs"]
     for arm in ("gspo", "other"):
         (tested,) = [r for r in found if r["stage"] == "test" and r["arm"] == arm]
         assert tested["seed"] == 1
@@ -186,4 +190,4 @@ def test_a_study_whose_process_group_is_terminated_leaves_no_process_behind(stud
     assert process.returncode == 130
     assert not [pid for pid, _ in all_processes() if pid in below]
     assert "1 run to do, 2 at a time" in said
-    assert str(study / "docs" / "results" / "studies" / "short.json") in said
+    assert str(study / "docs" / "short.json") in said

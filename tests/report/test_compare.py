@@ -120,8 +120,15 @@ def test_the_outcome_tells_accuracy_samples_clipping_and_time(runs):
     assert cells(found, "samples to 80%") == ("512 ± 0", "not reached")
     assert cells(found, "clipped low")[0] == "10.0% ± 0.0"
     assert cells(found, "s/step, median")[0] == "2.00 ± 0.00"
-    # Welch: s² / n is 0.0025 and 0.01, df 1.47 → 1, half = 12.706 · √0.0125 = 1.4206
-    assert cells(found, "end, against gspo") == ("", "-25.0 points ± 142.1")
+    # The differences are -0.4 (seed 1) and -0.1 (seed 2): s = 0.2121, half = 12.706 · 0.2121 / √2 = 1.9059
+    assert cells(found, "end, against gspo") == ("", "-25.0 points ± 190.6 (paired by seed)")
+
+
+def test_arms_with_other_seeds_are_compared_by_the_interval_of_welch(runs):
+    make_run(runs / "grpo_seed3", rows([0.2, 0.56, 0.7]), config=config(3, "grpo_seed3", "grpo"))
+    found = compare([runs / "gspo_seed1", runs / "gspo_seed2", runs / "grpo_seed1", runs / "grpo_seed3"])
+    # s² / n is 0.0025 and 0.01, df 1.47 → 1, half = 12.706 · √0.0125 = 1.4206
+    assert cells(found, "end, against gspo") == ("", "-25.0 points ± 142.1 (Welch)")
 
 
 def test_refilled_groups_were_sampled_too(tmp_path):

@@ -1,4 +1,4 @@
-"""`gspo study`: experiments on the paper's claims, and comparisons of your own arms."""
+"""`gspo study`: comparisons of your own arms over seeds, and the experiments on the paper's claims."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from gspo.errors import ConfigError
 def study(args: argparse.Namespace) -> int:
     from gspo.studies import Choice, command
 
+    docs = Path(args.docs) if args.docs else None
     if args.what not in ("list", "run", "show", "page"):  # gspo study clipping: run it
         args.names, args.what = [args.what, *args.names], "run"
     if args.what == "run":
@@ -20,15 +21,15 @@ def study(args: argparse.Namespace) -> int:
         return command.run_studies(
             args.names,
             Choice(args.full, args.only, args.seeds),
-            docs=Path(args.docs),
+            docs=docs,
             runs=Path(args.runs),
             num_parallel=args.jobs,
             console=console(),
         )
     if args.what == "page":
-        print(command.generate_page(Path(args.docs)))
+        print(*command.generate_pages(args.names, docs), sep="\n")
     elif args.what == "show":
-        command.show(args.names, Path(args.docs), console())
+        command.show(args.names, docs, console())
     else:
-        command.listing(Path(args.docs), console())
+        command.listing(args.names, docs, console())
     return 0

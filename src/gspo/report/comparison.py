@@ -210,6 +210,11 @@ class Arm:
         seen = [run.figures() for run in self.runs]
         return {name: np.array([f[name] for f in seen if f[name] is not None], dtype=np.float64) for name in seen[0]}
 
+    def by_seed(self) -> dict[Any, float]:
+        """The final score by the seed of the run, where both are known."""
+        seen = ((run.config.get("seed"), run.figures()["score_end"]) for run in self.runs)
+        return {seed: score for seed, score in seen if seed is not None and score is not None}
+
 
 def group(runs: Sequence[ComparedRun]) -> list[Arm]:
     """Arms in the order of their first run."""
@@ -299,7 +304,10 @@ def spread(values: Floats, form: Callable[[float], str]) -> str:
 
 
 def gain(base: Arm, arm: Arm) -> str:
-    """Difference of the final score to the first arm; Welch's 95 % interval where both have two runs or more."""
+    """Difference of the final score to the first arm, with its 95 % interval where both have two runs or more.
+
+    Paired by seed, as in a study, where both arms have the same seeds, each once; else Welch's.
+    """
     a, b = base.figures["score_end"], arm.figures["score_end"]
     if not len(a) or not len(b):
         return "—"
@@ -308,8 +316,11 @@ def gain(base: Arm, arm: Arm) -> str:
     text = f"{gained:+.3f}" if graded else f"{100 * gained:+.1f} points"
     if len(a) < 2 or len(b) < 2:
         return text
-    half = welch_half(a, b)
-    return f"{text} ± {half:.3f}" if graded else f"{text} ± {100 * half:.1f}"
+    ours, theirs = arm.by_seed(), base.by_seed()
+    is_paired = ours.keys() == theirs.keys() and len(ours) == len(arm.runs) == len(base.runs)
+    half = float(t_half([ours[seed] - theirs[seed] for seed in ours])) if is_paired else welch_half(a, b)
+    shown = f"{half:.3f}" if graded else f"{100 * half:.1f}"
+    return f"{text} ± {shown} ({'paired by seed' if is_paired else 'Welch'})"
 
 
 def step_range(values: Sequence[int]) -> str:

@@ -16,16 +16,18 @@ from gspo.studies.plan import Study
 from gspo.system import NO_LAB, in_lab
 
 
-def listing(docs: Path, console: Console) -> None:
-    """Every study with its claim and the number of finished runs."""
-    _require_catalog()
+def listing(names: Sequence[str], given: Path | None, console: Console) -> None:
+    """These studies, or all shipped ones, with their claims and numbers of finished runs."""
+    if not names:
+        _require_catalog()
     view = Table("study", "set", "runs done", "claim", box=None, pad_edge=False)
-    for name, study in plan.studies().items():
+    for study in map(plan.find_study, names or plan.studies()):
+        docs = folder_of(study, given)
         wanted = _wanted(study, docs)
-        records = results.read_records(docs, name)
+        records = results.read_records(docs, study)
         made = sum(results.done(records, job) for job in wanted)
         part = "default" if study.default else "--full"
-        view.add_row(name, part, f"{made} of {len(wanted)}", study.claim)
+        view.add_row(study.name, part if study.is_shipped else "own", f"{made} of {len(wanted)}", study.claim)
     console.print(view)
     console.print("\ngspo study run NAME … runs what is missing; gspo study show NAME prints the results.")
 
@@ -35,16 +37,21 @@ def _require_catalog() -> None:
         raise ConfigError(f"the shipped studies: {NO_LAB}. `gspo study run my_study.yaml` runs a study of your own")
 
 
+def folder_of(study: Study, given: Path | None) -> Path:
+    """The folder of results and page: as given, else docs/ for the shipped studies, and the folder of a study file."""
+    return given or (Path("docs") if study.is_shipped else study.path.parent)
+
+
 def _wanted(study: Study, docs: Path) -> list[plan.Job]:
     wanted = plan.jobs(study)
     if study.tune is None:
         return wanted
-    best = results.chosen(study, results.current(study, results.read_records(docs, study.name)))
+    best = results.chosen(study, results.current(study, results.read_records(docs, study)))
     return [*wanted, *plan.tuned_jobs(study, best)]
 
 
 def run_studies(
-    names: Sequence[str], choice: plan.Choice, *, docs: Path, runs: Path, num_parallel: int, console: Console
+    names: Sequence[str], choice: plan.Choice, *, docs: Path | None, runs: Path, num_parallel: int, console: Console
 ) -> int:
     """Run what is missing, study by study, and write the page of each; returns the exit code."""
     if not names:
@@ -55,13 +62,16 @@ def run_studies(
         raise ConfigError("--only needs one study: gspo study run NAME --only ARM")
     failures: list[str] = []
     for study in chosen:
-        missing = runner.missing(study, docs, choice)
-        console.print(_forecast(study, len(missing), docs, runs, num_parallel), soft_wrap=True)
+        place = folder_of(study, docs)
+        missing = runner.missing(study, place, choice)
+        console.print(_forecast(study, len(missing), place, runs, num_parallel), soft_wrap=True)
+        for note in () if study.is_shipped else plan.dropped(study):
+            console.print(note, soft_wrap=True)
         try:
             with _Bar(study.name) as bar:
-                outcome = runner.run_jobs(study, choice, docs=docs, runs=runs, num_parallel=num_parallel, progress=bar)
+                outcome = runner.run_jobs(study, choice, docs=place, runs=runs, num_parallel=num_parallel, progress=bar)
         finally:
-            _write_page(study, docs)  # also after Ctrl-C: finished runs are kept
+            _write_page(study, place)  # also after Ctrl-C: finished runs are kept
         failures += outcome.failures
         console.print(f"{study.name}: {outcome.made} new runs, {outcome.found} found, {len(outcome.failures)} failed")
     show([study.reference for study in chosen], docs, console)
@@ -83,42 +93,43 @@ def _forecast(study: Study, num_missing: int, docs: Path, runs: Path, num_parall
         head += f" ({study.run_s:g} s of a core each where it was measured)"
     elif num_missing:
         head += ", time unknown (the study has no run_s)"
-    file = results.results_file(docs, study.name)
-    at = docs / "baselines.md" if study.is_shipped else file.with_suffix(".md")
+    file = results.results_file(docs, study)
+    at = f"{docs / 'baselines.md'}" if study.is_shipped else f"{file.with_suffix('.md')}, with a .png"
     places = f"Results: {file} and {at}. Runs: {runs / study.name}"
     return f"{head}. {places}. Ctrl-C saves; the same command resumes."
 
 
-def _write_page(study: Study, docs: Path) -> None:
+def _write_page(study: Study, docs: Path) -> Path:
     """The page of a study of the user; the pages of all shipped studies."""
     if study.is_shipped:
-        in_lab("lab.studies.pages:write_pages")(docs, [study.name])
-    else:
-        page.write_page(study, docs)
+        return in_lab("lab.studies.pages:write_pages")(docs, [study.name])
+    return page.write_page(study, docs)
 
 
-def generate_page(docs: Path) -> Path:
-    """Generate docs/baselines.md and docs/when_to_use.md from the result files."""
-    return in_lab("lab.studies.pages:write_pages")(docs)
+def generate_pages(names: Sequence[str], docs: Path | None) -> list[Path]:
+    """The page of each of these studies; without a name, docs/baselines.md and docs/when_to_use.md."""
+    if not names:
+        return [in_lab("lab.studies.pages:write_pages")(docs or Path("docs"))]
+    return [_write_page(study, folder_of(study, docs)) for study in map(plan.find_study, names)]
 
 
-def show(names: Sequence[str], docs: Path, console: Console) -> None:
+def show(names: Sequence[str], docs: Path | None, console: Console) -> None:
     """The tables of these studies; without a name, the summary of all studies."""
     if not names:
-        found = {
-            name: results.current(study, results.read_records(docs, name)) for name, study in plan.studies().items()
-        }
-        _print(console, in_lab("lab.studies.pages:summary_table")(found))
+        _print(
+            console, in_lab("lab.studies.pages:summary_table")(in_lab("lab.studies.pages:found")(docs or Path("docs")))
+        )
         return
     for name in names:
         study = plan.find_study(name)
-        records = results.current(study, results.read_records(docs, study.name))
-        console.print(f"\n{study.name}: {study.claim}", style="bold")
+        records = results.current(study, results.read_records(folder_of(study, docs), study))
+        console.print(f"\n{study.name}: {study.claim}".removesuffix(": "), style="bold")
         if not records:
             console.print(f"not run yet: gspo study run {name}")
             continue
         if study.checks:
             _print(console, page.decision_rows(study, records))
+            console.print(page.PAIRED)
         for task, rows in page.tables(study, records).items():
             console.print(f"\n{task}" if task else "")
             _print(console, rows)

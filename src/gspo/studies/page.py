@@ -25,6 +25,9 @@ WORDS: Mapping[Verdict, str] = {
 }
 
 
+PAIRED = "Intervals are 95 % t intervals over seeds; a difference is paired by seed."
+
+
 class Decision(NamedTuple):
     check: Check
     found: Interval | None
@@ -124,10 +127,10 @@ def mean_and_interval(found: Interval | None) -> str:
 
 
 def write_page(study: Study, docs: Path) -> Path:
-    """Write the page of one study beside its result file, and its figure to `img/studies/`."""
-    records = results.current(study, results.read_records(docs, study.name))
-    path = results.results_file(docs, study.name).with_suffix(".md")
-    lines = section(study, records, draw(docs, study, records), "../../img/studies")
+    """Write the page of a user's study, and its figure, beside its result file."""
+    records = results.current(study, results.read_records(docs, study))
+    path = results.results_file(docs, study).with_suffix(".md")
+    lines = section(study, records, draw(docs, study, records), ".")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
@@ -141,12 +144,17 @@ def draw(docs: Path, study: Study, records: Sequence[Record]) -> Path | None:
         from gspo.studies.plot import draw_study
     except ImportError:
         return None
-    return draw_study(study, records, docs / "img" / "studies" / f"{study.name}.png")
+    shipped = docs / "img" / "studies" / f"{study.name}.png"
+    return draw_study(study, records, shipped if study.is_shipped else shipped.parents[2] / shipped.name)
 
 
 def section(study: Study, records: Sequence[Record], drawn: Path | None, images: str = "img/studies") -> list[str]:
     """The lines of a study: claim, checks, tables, figure and commands."""
-    out = [f"## {study.name}", "", f"*{study.claim}*", "", textwrap.fill(study.about, 120), ""]
+    out = [f"## {study.name}", ""]
+    for text in filter(None, (study.claim and f"*{study.claim}*", textwrap.fill(study.about, 120))):
+        out += [text, ""]
+    if not study.is_shipped:
+        out += [*(f"{text}\n" for text in plan.dropped(study)), f"{PAIRED}\n"]
     run = f"`gspo study run {study.reference}`" + (f" ({study.needs})" if study.needs else "")
     if not records:
         return [*out, f"Not run yet: {run}."]

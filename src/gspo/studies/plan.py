@@ -1,9 +1,14 @@
 """A study: its YAML file as values, and the jobs (training runs) that it consists of. Torch-free.
 
+Of a study of your own, base, seeds and arms are enough (docs/compare.md).
+
 claim    the claim of the paper, or our own, that is tested
 about    what was done, for the page
-base     the config that the runs start from: a file next to the study's, or above the catalog of the shipped studies
-arms     name → overrides of the base; tasks: further overrides; every arm runs on every task, "name @ task" on one.
+base     the config that the runs start from: a file next to the study's, or above the catalog of the shipped studies;
+         or the name of an example (quickstart)
+common   overrides of all arms
+arms     name → overrides of the base (`~key` resets one); tasks: further overrides; every arm runs on every task, "name
+         @ task" on one.
          `first` in an arm: the config of a first stage, for example supervised; the arm starts from its model
 seeds    of the runs; `more_seeds` are added by --full
 tune     a grid that every arm tries on separate seeds; the best point by one measure is then run on `seeds`
@@ -23,14 +28,15 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from gspo.config import Loaded, Section, known_keys, load, value_of
+from gspo.config import Loaded, Section, known_keys, load, value_of, yaml_tree
 from gspo.errors import ConfigError
+from gspo.shipped import find_config
 from gspo.system import NO_LAB, laboratory, parse_yaml
 
 Overrides = Mapping[str, Any]
@@ -77,12 +83,13 @@ class Tune:
 @dataclass(frozen=True)
 class Study:
     name: str
-    claim: str
-    about: str
     base: str
     seeds: Sequence[int]
     arms: Mapping[str, Overrides]
-    measures: Sequence[str]
+    claim: str = ""
+    about: str = ""
+    common: Overrides = field(default_factory=dict)
+    measures: Sequence[str] = ("start", "final", "gain", "reward_area", "clip_sequences", "collapsed")
     checks: Sequence[Check] = ()
     default: bool = False  # part of `gspo study run` without a name
     more_seeds: Sequence[int] = ()
@@ -101,7 +108,8 @@ class Study:
         return self.config_path(self.base)
 
     def config_path(self, name: str) -> Path:
-        return (self.path.parents[1] if self.is_shipped else self.path.parent) / name
+        file = (self.path.parents[1] if self.is_shipped else self.path.parent) / name
+        return Path(name) if not file.is_file() and find_config(name) else file
 
     @property
     def is_shipped(self) -> bool:
@@ -128,7 +136,8 @@ class Study:
 
     def overrides(self, arm: str) -> dict[str, Any]:
         name, _, task = arm.partition(" @ ")
-        return {**(self.tasks[task] if task else {}), **self.arms[arm if arm in self.arms else name]}
+        own = self.arms[arm if arm in self.arms else name]
+        return {**self.common, **(self.tasks[task] if task else {}), **own}
 
 
 @dataclass(frozen=True)
@@ -169,7 +178,7 @@ def find_study(name: str) -> Study:
     if name.endswith((".yaml", ".yml")):
         path = Path(name).resolve()
         if not path.is_file():
-            raise ConfigError(f"there is no study file {name}; lab/studies/catalog of the repository has examples")
+            raise ConfigError(f"there is no study file {name}; `gspo init PROJECT --task study` writes one")
         return _read(path)
     known = studies()
     if not known:
@@ -181,17 +190,41 @@ def find_study(name: str) -> Study:
 
 def _read(path: Path) -> Study:
     raw = parse_yaml(path.read_text(encoding="utf-8"))
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: a study file is a mapping with the keys claim, arms, seeds, …")
-    unknown = raw.keys() - ({entry.name for entry in fields(Study)} - {"name", "path"})
-    if unknown:
-        raise ConfigError(f"{path.name}: unknown keys {', '.join(sorted(unknown))}")
-    raw["checks"] = [Check(**check) for check in raw.get("checks", ())]
-    raw["tune"] = Tune(**raw["tune"]) if raw.get("tune") else None
+    known = {entry.name for entry in fields(Study)} - {"name", "path"}
+    if not isinstance(raw, dict) or not isinstance(raw.get("arms"), dict) or not {"base", "seeds"} <= raw.keys():
+        raise ConfigError(f"{path}: a study needs base (a config), seeds ([1, 2, 3]) and arms (name: overrides)")
+    if unknown := raw.keys() - known:
+        raise ConfigError(f"{path}: unknown keys {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
+    groups = [raw["arms"], raw.setdefault("tasks", {}), {"common": raw.get("common")}]
+    for name, overrides in [pair for group in groups for pair in group.items()]:
+        if not isinstance(overrides, dict | None):
+            raise ConfigError(f"{path}: {name} must be a mapping of overrides (key: value), got {overrides!r:.80}")
+    raw["arms"] = {str(arm): overrides or {} for arm, overrides in raw["arms"].items()}
+    raw["common"] = raw.get("common") or {}
+    try:
+        raw["checks"] = [Check(**check) for check in raw.get("checks", ())]
+        raw["tune"] = Tune(**raw["tune"]) if raw.get("tune") else None
+    except TypeError as cause:
+        raise ConfigError(f"{path}: checks or tune: {cause}") from cause
     study = Study(name=path.stem, path=path, **raw)
-    if study.tune and set(study.tune.seeds) & {*study.seeds, *study.more_seeds}:
-        raise ConfigError(f"{path.name}: tuning seeds must not be test seeds")
-    return study
+    seeds = (*study.seeds, *study.more_seeds) if isinstance(study.seeds, list) else ()
+    if not seeds or not all(type(seed) is int for seed in seeds):
+        raise ConfigError(f"{path}: seeds must be a list of integers ([1, 2, 3]), got {study.seeds!r:.80}")
+    if not study.base_path.is_file() and not find_config(study.base):
+        raise ConfigError(f"{path}: base: {study.base} is neither a file beside the study nor an example")
+    if study.tune and set(study.tune.seeds) & set(seeds):
+        raise ConfigError(f"{path}: tuning seeds must not be test seeds")
+    return study if study.is_shipped else _with_defaults(study)
+
+
+def _with_defaults(study: Study) -> Study:
+    """Without checks, each arm is compared with the first one on its task; without plots, two curves are drawn."""
+    checks, first = [], dict[str, str]()
+    for arm in study.arm_names():
+        base = first.setdefault(arm.partition(" @ ")[2], arm)
+        if arm != base:
+            checks.append(Check(f"{arm} ends higher than {base}", measure="final", arm=arm, against=base))
+    return replace(study, checks=study.checks or checks, plots=study.plots or ("accuracy", "reward"))
 
 
 @dataclass(frozen=True)
@@ -240,12 +273,50 @@ def _arms(study: Study, only: str | None) -> list[str]:
 
 def _job(study: Study, arm: str, seed: int, stage: Literal["test", "tune"], overrides: Overrides) -> Job:
     # The configs of an arm differ only in the seed: it is resolved once.
-    return Job(study.reference, arm, seed, stage, overrides, _digest({**recorded(study, overrides, 1), "seed": seed}))
+    try:
+        decided = {**recorded(study, overrides, 1), "seed": seed}
+    except ConfigError as error:
+        raise ConfigError(_placed(study, arm, overrides, str(error))) from None
+    return Job(study.reference, arm, seed, stage, overrides, _digest(decided))
+
+
+def _placed(study: Study, arm: str, overrides: Overrides, text: str) -> str:
+    """Messages about overrides, with the file and line of the study in place of the command line."""
+    root, (name, _, task) = yaml_tree.read(study.path), arm.partition(" @ ")
+    lines = []
+    for line in text.splitlines():
+        if line.startswith(f"{yaml_tree.COMMAND_LINE}: "):
+            named = {line.find(key.lstrip("~+")): key for key in overrides if key.lstrip("~+") in line}
+            key = named[min(named)] if named else ""
+            paths = (("arms", arm, key), ("arms", name, key), ("tasks", task, key), ("common", key), ("arms", name))
+            found = (node for path in paths if (node := _at(root, path)) is not None)
+            line = f"{next(found, root).place}, arm {arm}{line.removeprefix(yaml_tree.COMMAND_LINE)}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _at(node: yaml_tree.Node | None, path: Sequence[str]) -> yaml_tree.Node | None:
+    for part in path:
+        node = node.value.get(part) if node is not None and isinstance(node.value, dict) else None
+    return node
+
+
+def dropped(study: Study) -> list[str]:
+    """The values of the base that are dropped in an arm: an ε that does not fit the ratios of the arm's algorithm."""
+    found = ((arm, configured(study, study.overrides(arm), study.seeds[0]).messages) for arm in study.arm_names())
+    return [
+        f"{arm}: {text.replace('on the command line', 'in the arm')}"
+        for arm, texts in found
+        for text in texts
+        if " is dropped: " in text
+    ]
 
 
 def recorded(study: Study, overrides: Overrides, seed: int) -> dict[str, Any]:
     """What a record holds of its config: the keys that were set, also of the first stage."""
-    decided = _decided(study.base_path, study.base_path.stat().st_mtime_ns, tuple(words(overrides, seed)))
+    base = study.base_path
+    changed = base.stat().st_mtime_ns if base.is_file() else 0  # 0: an example
+    decided = _decided(base, changed, tuple(words(overrides, seed)))
     first = first_stage(study, overrides, {}, seed)
     return decided if first is None else {**decided, "first": set_keys(first)}
 
@@ -268,18 +339,22 @@ def first_stage(study: Study, overrides: Overrides, place: Overrides, seed: int)
 
 def words(overrides: Overrides, seed: int) -> list[str]:
     """Overrides as command-line arguments."""
-    return [*(f"{key}={_typed(value)}" for key, value in overrides.items() if key != "first"), f"seed={seed}"]
+    given = (
+        key if key.startswith("~") else f"{key}={_typed(value)}" for key, value in overrides.items() if key != "first"
+    )
+    return [*given, f"seed={seed}"]
 
 
 def train_command(study: Study, overrides: Overrides, seed: int) -> str:
     """The `gspo train` command of the same run; of two stages, two commands."""
     folder = "lab/studies/" if study.is_shipped else f"{study.path.parent}/"
+    base = folder + study.base if study.is_shipped else str(study.base_path)
     first, own = first_stage(study, overrides, {}, seed), dict(overrides)
     before = ""
     if first is not None:
         before = f"{shlex.join(['gspo', 'train', folder + own['first'], *words({}, seed)])} && "
         own["actor.path"] = f"{first.config.cluster.fileroot}/{first.config.experiment_name}/{first.config.trial_name}"
-    return before + shlex.join(["gspo", "train", folder + study.base, *words(own, seed)])
+    return before + shlex.join(["gspo", "train", base, *words(own, seed)])
 
 
 def _typed(value: Any) -> str:
@@ -320,7 +395,7 @@ def _computed(study: Study, base: Mapping[str, Any]) -> dict[str, Any]:
     return {"compute": study.compute, "settings": dict(study.settings), "base": base}
 
 
-def digest_today(name: str, config: Mapping[str, Any], digest: str) -> str:
+def digest_today(study: Study, config: Mapping[str, Any], digest: str) -> str:
     """The digest of a recorded config without the keys that the schema no longer has.
 
     A key that was removed from the schema had no effect on the run, so its removal does not make the result invalid.
@@ -328,8 +403,7 @@ def digest_today(name: str, config: Mapping[str, Any], digest: str) -> str:
     kept = {key: _without_removed(key, value) for key, value in config.items() if key == "first" or _is_key(key)}
     if kept == config:
         return digest
-    study = studies().get(name)
-    if study is None or study.compute is None:
+    if study.compute is None:
         return _digest(kept)
     # The settings of a computed study are in its digest but not in its record: they must be those of today.
     same_settings = digest == _digest(_computed(study, config))

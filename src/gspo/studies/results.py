@@ -1,4 +1,4 @@
-"""Result files: docs/results/studies/NAME.json, one record per run, small enough to commit. Torch-free.
+"""Result files, one record per run, small enough to commit: docs/results/studies/NAME.json, or NAME.json. Torch-free.
 
 A record has the measured values, the command, config, machine, date and commit (`sessions` and `configs` of the file
 hold values that many records share). A record whose digest differs from that of today's catalog is of another
@@ -28,11 +28,11 @@ TIMED = ("step_s", "seconds_to_80")
 _SHARE, _EXTRA_LOAD = 0.8, 0.5
 
 
-def results_file(docs: Path, study: str) -> Path:
-    return docs / "results" / "studies" / f"{study}.json"
+def results_file(docs: Path, study: Study) -> Path:
+    return (docs / "results" / "studies" if study.is_shipped else docs) / f"{study.name}.json"
 
 
-def read_records(docs: Path, study: str) -> list[Record]:
+def read_records(docs: Path, study: Study) -> list[Record]:
     """The records of a study, complete with session and config."""
     path = results_file(docs, study)
     if not path.exists():
@@ -70,7 +70,7 @@ def write_records(docs: Path, study: Study, records: Iterable[Record]) -> None:
         ),
         '"records": [\n' + ",\n".join(lines) + "\n]",
     ]
-    path = results_file(docs, study.name)
+    path = results_file(docs, study)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as tmp:
         tmp.write_text("{" + ",\n".join(parts) + "}\n", encoding="utf-8")

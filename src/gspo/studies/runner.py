@@ -58,7 +58,7 @@ def run_jobs(
         wanted = plan.jobs(study, choice)
         outcome = _run(study, wanted, docs, runs, num_parallel, progress)
         if study.tune is not None and not outcome.failures:
-            best = results.chosen(study, results.current(study, results.read_records(docs, study.name)))
+            best = results.chosen(study, results.current(study, results.read_records(docs, study)))
             tested = _run(study, plan.tuned_jobs(study, best, choice), docs, runs, num_parallel, progress)
             outcome = Outcome(outcome.made + tested.made, outcome.found + tested.found, tested.failures)
     return outcome
@@ -66,13 +66,13 @@ def run_jobs(
 
 def missing(study: Study, docs: Path, choice: plan.Choice) -> list[Job]:
     """The jobs that have no result yet; without those that follow a tuning."""
-    known = results.read_records(docs, study.name)
+    known = results.read_records(docs, study)
     wanted = plan.jobs(study, choice)
     return [job for job in wanted if not results.done(known, job)]
 
 
 def _run(study: Study, wanted: Sequence[Job], docs: Path, runs: Path, num_parallel: int, progress: Progress) -> Outcome:
-    known = results.read_records(docs, study.name)
+    known = results.read_records(docs, study)
     queue = [job for job in wanted if not results.done(known, job)]
     num_missing, found = len(queue), len(wanted) - len(queue)
     ended, failures = found, []
@@ -126,7 +126,7 @@ def _collect(study: Study, one: _Running, docs: Path) -> str | None:
         tail = "\n".join(one.log.read_text(errors="replace").strip().splitlines()[-6:])
         return f"{study.name} {one.job.arm} seed {one.job.seed}: exit code {one.process.returncode}, {one.log}:\n{tail}"
     fresh = read_json(result, ConfigError, kind=list)
-    results.write_records(docs, study, results.replaced(results.read_records(docs, study.name), fresh))
+    results.write_records(docs, study, results.replaced(results.read_records(docs, study), fresh))
     one.file.unlink(missing_ok=True)
     result.unlink(missing_ok=True)
     return None

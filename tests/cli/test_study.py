@@ -6,6 +6,7 @@ import pytest
 
 from gspo.cli.main import main
 from gspo.errors import ConfigError
+from gspo.report import read_metrics
 from gspo.studies import plan
 
 STUDY = """
@@ -95,3 +96,25 @@ def test_the_results_of_a_study_are_beside_its_file_and_nothing_else_is(tmp_path
     assert {row["arm"] for row in json.loads((tmp_path / "own" / "mine.json").read_text())["records"]} == {"a", "b"}
     assert main(["study", "own/mine.yaml"]) == 0
     assert "mine: 0 new runs, 2 found, 0 failed" in capsys.readouterr().out
+
+
+@pytest.mark.run
+def test_several_seeds_are_runs_of_their_own_equal_to_single_ones_then_their_mean(tmp_path, capsys):
+    few = ("total_train_steps=1", "train_dataset.batch_size=4", "evaluator.size=8", "threads=1")
+    words = ["train", "quickstart", *few, f"cluster.fileroot={tmp_path}"]
+    assert main([*words, "--seeds", "2"]) == 0
+    rewards = [read_metrics(tmp_path / "quickstart" / f"gspo-s{seed}")[1]["reward/mean"] for seed in (1, 2)]
+    table = capsys.readouterr().out.rpartition("Outcome")[2]
+    mean, half = sum(rewards) / 2, 12.7062 * abs(rewards[0] - rewards[1]) / 2  # t of one degree of freedom · s / √2
+    assert f"{mean:.3f} ± {half:.3f}" in table
+    # The second run of a process is the run of a process of its own.
+    assert main([*words, "seed=2", "trial_name=alone"]) == 0
+    assert read_metrics(tmp_path / "quickstart" / "alone")[1]["reward/mean"] == rewards[1]
+    # The same command continues each run.
+    assert main([*words, "--seeds", "2", "total_train_steps=2"]) == 0
+    assert [len(read_metrics(tmp_path / "quickstart" / f"gspo-s{seed}")) for seed in (1, 2)] == [3, 3]
+
+
+def test_seeds_and_a_new_run_are_not_combined(capsys):
+    assert main(["train", "quickstart", "--seeds", "2", "--new"]) == 2
+    assert "--seeds must be 1 or more, and not with --new" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from gspo.cli.common import console, load_config
+from gspo.cli.common import console, display, load_config
 from gspo.config import Config, Loaded, load
 from gspo.errors import ConfigError
 from gspo.faults import reached
@@ -32,7 +32,26 @@ def train(args: argparse.Namespace) -> int:
             args.words.append(f"{key}={json.dumps(str(model))}")
             loaded = with_scheduler(load_config(args), args.on)
     # Imports and the report may take long on a slow disk; the trainer sets the exact limit for its own part.
-    return _train(args, loaded)
+    return _train(args, loaded) if args.seeds is None else _train_seeds(args, loaded.config)
+
+
+def _train_seeds(args: argparse.Namespace, config: Config) -> int:
+    """`--seeds N`: trial_name-s1 … -sN, one after the other; then their mean and its interval over the seeds."""
+    if args.seeds < 1 or args.new:
+        raise ConfigError("--seeds must be 1 or more, and not with --new: pass another trial_name for new runs")
+    given, runs = args.words, list[Path]()
+    for seed in range(1, args.seeds + 1):
+        args.words = [*given, f"seed={seed}", f"trial_name={config.trial_name}-s{seed}"]
+        loaded = with_scheduler(load_config(args), args.on)
+        runs.append(loaded.config.run_path)
+        if code := _train(args, loaded):
+            print(f"gspo: run {seed} of {args.seeds} has not ended; the same command resumes it", file=sys.stderr)
+            return code
+    if not args.dry_run:
+        from gspo.report import compare, compare_view
+
+        console().print(compare_view(compare(runs), display()["width"], inert))
+    return 0
 
 
 def model_of_run(path: str, key: str) -> Path | None:

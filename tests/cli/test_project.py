@@ -17,6 +17,7 @@ from gspo.cli.project import SCHEMA, completion_script, write_project
 from gspo.errors import ConfigError
 from gspo.report import read_metrics
 from gspo.rewards import unavailable
+from gspo.studies import plan
 
 ONE_STEP = ("total_train_steps=1", "train_dataset.batch_size=4", "evaluator.size=4", "threads=1")
 
@@ -42,6 +43,17 @@ def test_a_project_has_a_config_that_its_schema_and_the_doctor_accept(task, tmp_
     monkeypatch.chdir(folder)
     assert cli.main(["doctor", "--quick", "train.yaml"]) == 0
     assert "Config: no problems found" in capsys.readouterr().out
+
+
+def test_the_study_of_a_project_has_arms_that_differ_in_the_objective_and_its_range_alone(tmp_path, monkeypatch):
+    write_project(tmp_path / "mine", "study")
+    monkeypatch.chdir(tmp_path / "mine")
+    study = plan.find_study("study.yaml")
+    ours, theirs = (plan.set_keys(plan.configured(study, study.overrides(arm), 1)) for arm in study.arms)
+    differ = {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
+    assert {"algorithm", "actor.eps_clip"} <= differ
+    assert all(key == "algorithm" or key.startswith("actor.") for key in differ)
+    assert theirs.get("actor.eps_clip") == 0.2
 
 
 def test_a_project_overwrites_nothing(tmp_path):

@@ -32,16 +32,16 @@ _DIGITS = {"tools": (5, 5), "sft": (2, 3)}
 
 def init(args: argparse.Namespace) -> int:
     folder = Path(args.folder)
-    trial = write_project(folder, args.task)
-    run = f"runs/{project_name(folder)}/{trial}"
+    write_project(folder, args.task)
     print(inert(f"{folder} has train.yaml, reward.py with its test, data/ and README.md. Next:"))
     print(inert(f"  cd {shlex.quote(str(folder))}"))
-    print(f"  gspo doctor train.yaml\n  gspo train train.yaml\n  gspo report {run} --open")
+    for command in re.findall(r"^gspo .*?(?=  |$)", (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE):
+        print(f"  {command}")
     return 0
 
 
-def write_project(folder: Path, task: str) -> str:
-    """Write config, reward with its test, data, README and the schema for editors; return the trial's name.
+def write_project(folder: Path, task: str) -> None:
+    """Write config, reward with its test, data, README and the schema for editors.
 
     ConfigError if the folder is not empty; then nothing is written.
     """
@@ -70,7 +70,6 @@ def write_project(folder: Path, task: str) -> str:
         (folder / ".gitignore").write_text("runs/\n__pycache__/\n", encoding="utf-8")
     except OSError as cause:
         raise ConfigError(f"{folder} cannot be written: {cause.strerror}; pass another folder") from cause
-    return trial
 
 
 def project_name(folder: Path) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gspo.report import COLORS
+from gspo.stats import mean_interval
 from gspo.studies import MEANING as OF_RUNS
 from gspo.studies import Record, Study, interval, results
 
@@ -124,4 +125,56 @@ def _signal(study: Study, records: Sequence[Record], step: int, of: Sequence[str
     axes.set_xticks(sorted(lengths), labels=[f"{length:.0f}" for length in sorted(lengths)])
     axes.minorticks_off()
     axes.set_xlabel("tokens of a completion")
+    axes.legend(fontsize=7)
+
+
+def over_key(axes: Axes, study: Study, records: Sequence[Record], kind: str) -> None:
+    """A measure over a key of the config, a line per arm; horizontal where an arm's value is no number (auto)."""
+    measure, _, key = kind.partition(" by ")
+    lines: dict[str, dict[float, list[float]]] = {}
+    flat: dict[str, list[float]] = {}
+    order = [arm.partition(" @ ")[0] for arm in study.arms]
+    for record in sorted(records, key=lambda r: order.index(r["arm"].partition(" @ ")[0])):
+        x, y = record["config"].get(key), record["measures"].get(measure)
+        if record["stage"] == "test" and isinstance(x, int | float) and y is not None:
+            arm, _, task = record["arm"].partition(" @ ")
+            # The value over which is drawn comes first in a name: "gspo ε=0.1", or the task "470 tokens, 16 updates".
+            name = ", ".join(filter(None, (arm.partition(" ε=")[0], task.partition(", ")[2])))
+            lines.setdefault(name, {}).setdefault(float(x), []).append(y)
+        elif record["stage"] == "test" and isinstance(x, str) and y is not None:
+            flat.setdefault(record["arm"].partition(" @ ")[0], []).append(y)
+    for (arm, values), color in zip(flat.items(), reversed(COLORS), strict=False):
+        mean, low, high = mean_interval(values)[:3]
+        axes.axhline(mean, color=color, linestyle="--", linewidth=1.2, label=arm)
+        if len(values) > 1:
+            axes.axhspan(low, high, color=color, alpha=0.12, linewidth=0)
+    for number, (arm, found_at) in enumerate(lines.items()):
+        points = sorted(found_at.items())
+        found = [mean_interval(y) for _, y in points]
+        low, high = (
+            [abs(f[0] - f[side]) if len(y) > 1 else 0.0 for f, (_, y) in zip(found, points, strict=True)]
+            for side in (1, 2)
+        )
+        # Arms side by side, so that their bars do not cover each other.
+        x = [value * 1.02 ** (number - len(lines) / 2) for value, _ in points]
+        color = COLORS[number % len(COLORS)]
+        axes.errorbar(
+            x,
+            [f[0] for f in found],
+            yerr=[low, high],
+            color=color,
+            marker="o",
+            markersize=3,
+            linewidth=1.4,
+            capsize=2,
+            label=arm,
+        )
+    axes.set_xscale("log")
+    values = sorted({x for found_at in lines.values() for x in found_at})
+    if len(values) <= 6:  # the values themselves; powers of ten would say less
+        axes.set_xticks(values, labels=[f"{x:g}" for x in values])
+        axes.minorticks_off()
+    axes.set_xlabel(key)
+    if measure in ("final", "area", "collapsed"):
+        axes.set_ylim(-0.02, 1.02)
     axes.legend(fontsize=7)

@@ -20,8 +20,7 @@ Intervals are 95 % t intervals over seeds; differences are paired by seed. The c
 `lab/studies/catalog/` before the runs. A claim is *shown* only where the interval excludes the margin;
 otherwise it is *not shown*, even if the means differ. Times are given only for runs that had a CPU core of their own
 (*busy*: they had not). Result files: `docs/results/studies/`, one line per run with its command, config keys, commit,
-versions, machine and date. To test a claim of your own, write a study file like those in the catalog and run
-`gspo study run my_study.yaml`."""
+versions, machine and date. To compare arms of your own: [compare.md](compare.md#several-seeds)."""
 
 
 def baselines_page(found: Mapping[str, Sequence[Record]], drawn: Mapping[str, Path | None]) -> str:

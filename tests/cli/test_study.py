@@ -64,6 +64,9 @@ def test_an_arm_has_the_range_of_its_own_algorithm_and_a_reset_key_its_default(t
         ("seeds: [1, 2]", "", "a study needs base"),
         ("  gspo:", "  gspo: 3", "gspo must be a mapping of overrides"),
         ("base: quickstart", "bases: 1\nbase: quickstart", "unknown keys bases"),
+        ("base: quickstart", "plots: [rewards]\nbase: quickstart", "unknown curve 'rewards'; available: accuracy, "),
+        ("base: quickstart", "measures: [end]\nbase: quickstart", "unknown measure 'end'"),
+        ("base: quickstart", "checks: [{says: x, measure: gain, arm: b}]\nbase: quickstart", "unknown arm 'b'; .*gspo"),
         ("base: quickstart", "checks: [{says: it learns}]\nbase: quickstart", "checks or tune: .*measure"),
     ],
 )

@@ -238,7 +238,11 @@ def _arm_names(arms: Sequence[Sequence[ComparedRun]]) -> list[str]:
         shared = names[0]
         for name in names[1:]:
             shared = "".join(a for a, _ in _same_start(shared, name))
-        return shared.rstrip("0123456789").removesuffix("seed").removesuffix("-s").rstrip("-_. /=") if len(names) > 1 else shared
+        return (
+            shared.rstrip("0123456789").removesuffix("seed").removesuffix("-s").rstrip("-_. /=")
+            if len(names) > 1
+            else shared
+        )
 
     short = [common([run.path.name for run in runs]) for runs in arms]
     # Names of the trials alone are not unique: add the experiment's name.

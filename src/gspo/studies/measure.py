@@ -14,6 +14,7 @@ from gspo.system import parse_yaml
 Row = Mapping[str, Any]
 
 GOAL = 0.8  # "samples to 80 %"
+CURVES = ("accuracy", "reward", "clip_tokens", "entropy")
 
 MEASURES = parse_yaml(Path(__file__).with_name("measures.yaml").read_text(encoding="utf-8"))
 MEANING = {name: row["words"].format(collapse=COLLAPSE) for name, row in MEASURES.items()}

@@ -14,7 +14,7 @@ from gspo.studies.contrasts import Interval, Verdict
 from gspo.studies.measure import MEANING
 from gspo.studies.plan import Check, Study
 from gspo.studies.results import Record
-from gspo.system import in_lab
+from gspo.system import in_lab, install_command
 
 WORDS: Mapping[Verdict, str] = {
     "shown": "shown",
@@ -165,6 +165,8 @@ def section(study: Study, records: Sequence[Record], drawn: Path | None, images:
         out += [*([f"### {study.name}: {task}", ""] if task else []), *markdown_table(rows), ""]
     if drawn is not None:
         out += [f"![{study.name}]({images}/{drawn.name})", ""]
+    elif not study.is_shipped:
+        out += [f"The curves need matplotlib: {install_command('report')}.", ""]
     if study.tune is not None:
         out += [*_tuning(study, records), ""]
     meanings = in_lab("lab.studies.computed:MEANING") if study.compute else MEANING

@@ -16,7 +16,7 @@ run_s    seconds that a run takes, for the estimate of `gspo study run`
 compute  instead of training runs: a module of `lab/studies/direct/` that measures its arms directly, seed by seed
 edge     a key that the tasks vary: the largest value at which an arm does not collapse becomes its measure `edge`
 measures columns of the table
-plots    which curves are drawn; "final by actor.eps_clip" draws a measure over a key, a line per algorithm
+plots    which curves are drawn; of a shipped study, "final by actor.eps_clip" draws a measure over a key
 checks   which results would show the claim, decided before the runs
 """
 
@@ -37,6 +37,7 @@ from typing import Any, Literal
 from gspo.config import Loaded, Section, known_keys, load, value_of, yaml_tree
 from gspo.errors import ConfigError
 from gspo.shipped import find_config
+from gspo.studies.measure import CURVES, MEANING
 from gspo.system import NO_LAB, laboratory, parse_yaml
 
 Overrides = Mapping[str, Any]
@@ -218,12 +219,18 @@ def _read(path: Path) -> Study:
 
 
 def _with_defaults(study: Study) -> Study:
-    """Without checks, each arm is compared with the first one on its task; without plots, two curves are drawn."""
+    """A user's study; without checks, each arm is compared with the first one; without plots, two curves are drawn."""
     checks, first = [], dict[str, str]()
     for arm in study.arm_names():
         base = first.setdefault(arm.partition(" @ ")[2], arm)
         if arm != base:
             checks.append(Check(f"{arm} ends higher than {base}", measure="final", arm=arm, against=base))
+    named = {"arm": {arm for c in study.checks for arm in (c.arm, c.against) if isinstance(arm, str)}}
+    named |= {"measure": {*study.measures, *(c.measure for c in study.checks)}, "curve": set(study.plots)}
+    known = {"arm": study.arm_names(), "measure": list(MEANING), "curve": CURVES}
+    for kind in known:
+        if unknown := named[kind] - set(known[kind]):
+            raise ConfigError(f"{study.path}: unknown {kind} {min(unknown)!r}; available: {', '.join(known[kind])}")
     return replace(study, checks=study.checks or checks, plots=study.plots or ("accuracy", "reward"))
 
 
@@ -274,42 +281,38 @@ def _arms(study: Study, only: str | None) -> list[str]:
 def _job(study: Study, arm: str, seed: int, stage: Literal["test", "tune"], overrides: Overrides) -> Job:
     # The configs of an arm differ only in the seed: it is resolved once.
     try:
-        decided = {**recorded(study, overrides, 1), "seed": seed}
+        return Job(
+            study.reference, arm, seed, stage, overrides, _digest({**recorded(study, overrides, 1), "seed": seed})
+        )
     except ConfigError as error:
         raise ConfigError(_placed(study, arm, overrides, str(error))) from None
-    return Job(study.reference, arm, seed, stage, overrides, _digest(decided))
 
 
 def _placed(study: Study, arm: str, overrides: Overrides, text: str) -> str:
     """Messages about overrides, with the file and line of the study in place of the command line."""
     root, (name, _, task) = yaml_tree.read(study.path), arm.partition(" @ ")
-    lines = []
-    for line in text.splitlines():
-        if line.startswith(f"{yaml_tree.COMMAND_LINE}: "):
-            named = {line.find(key.lstrip("~+")): key for key in overrides if key.lstrip("~+") in line}
-            key = named[min(named)] if named else ""
-            paths = (("arms", arm, key), ("arms", name, key), ("tasks", task, key), ("common", key), ("arms", name))
-            found = (node for path in paths if (node := _at(root, path)) is not None)
-            line = f"{next(found, root).place}, arm {arm}{line.removeprefix(yaml_tree.COMMAND_LINE)}"
-        lines.append(line)
-    return "\n".join(lines)
 
+    def place(line: str) -> str:
+        named = [key for key in overrides if key.lstrip("~+") in line]
+        key = min(named, key=lambda key: line.index(key.lstrip("~+")), default="")
+        for *above, last in (("arms", arm, key), ("arms", name, key), ("tasks", task, key), ("common", key)):
+            node = root
+            for part in (*above, last):
+                node = node.value.get(part) if node is not None and isinstance(node.value, dict) else None
+            if node is not None:
+                return node.place
+        return str(study.path)
 
-def _at(node: yaml_tree.Node | None, path: Sequence[str]) -> yaml_tree.Node | None:
-    for part in path:
-        node = node.value.get(part) if node is not None and isinstance(node.value, dict) else None
-    return node
+    start = f"{yaml_tree.COMMAND_LINE}: "
+    lines = ((place(line) if line.startswith(start) else "", line) for line in text.splitlines())
+    return "\n".join(f"{at}, arm {arm}: {line.removeprefix(start)}" if at else line for at, line in lines)
 
 
 def dropped(study: Study) -> list[str]:
     """The values of the base that are dropped in an arm: an ε that does not fit the ratios of the arm's algorithm."""
     found = ((arm, configured(study, study.overrides(arm), study.seeds[0]).messages) for arm in study.arm_names())
-    return [
-        f"{arm}: {text.replace('on the command line', 'in the arm')}"
-        for arm, texts in found
-        for text in texts
-        if " is dropped: " in text
-    ]
+    lines = (f"{arm}: {text}" for arm, texts in found for text in texts if " is dropped: " in text)
+    return [line.replace("on the command line", "in the arm") for line in lines]
 
 
 def recorded(study: Study, overrides: Overrides, seed: int) -> dict[str, Any]:
@@ -339,10 +342,8 @@ def first_stage(study: Study, overrides: Overrides, place: Overrides, seed: int)
 
 def words(overrides: Overrides, seed: int) -> list[str]:
     """Overrides as command-line arguments."""
-    given = (
-        key if key.startswith("~") else f"{key}={_typed(value)}" for key, value in overrides.items() if key != "first"
-    )
-    return [*given, f"seed={seed}"]
+    given = {**overrides, "seed": seed}.items()
+    return [key if key.startswith("~") else f"{key}={_typed(value)}" for key, value in given if key != "first"]
 
 
 def train_command(study: Study, overrides: Overrides, seed: int) -> str:

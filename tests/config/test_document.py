@@ -18,7 +18,7 @@ from gspo.migrate import rules
 from lab.pages import document
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
+EXAMPLES = sorted(file for file in (ROOT / "examples").rglob("*.yaml") if file.name != "study.yaml")
 
 
 def again(loaded, folder):

@@ -17,7 +17,12 @@ from gspo.config.yaml_tree import read
 from gspo.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = sorted([*(ROOT / "examples").rglob("*.yaml"), *(ROOT / "lab/studies").glob("*.yaml")])
+SHIPPED = sorted(
+    f
+    for d in ("examples", "lab/studies")
+    for f in (ROOT / d).rglob("*.yaml")
+    if "catalog" not in f.parts and f.name != "study.yaml"
+)
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ def words(path: str) -> str:
 
 def records(study: str):
     found = plan.find_study(study)
-    return results.current(found, results.read_records(DOCS, study))
+    return results.current(found, results.read_records(DOCS, found))
 
 
 def values(study: str, arm: str, measure: str) -> list[float]:

@@ -320,8 +320,9 @@ def _read_cache(file: Path | None, key: str) -> dict[str, Result]:
         # A row that no judge wrote, or that a killed run cut off, is skipped: its question is sent again.
         for row in read_jsonl(file) if file.exists() else ():
             question, score = row.get("question"), row.get("score")
-            is_number = isinstance(score, int | float) and not isinstance(score, bool)
-            if isinstance(question, str) and is_number and 0 <= score <= 1:
+            if not isinstance(score, int | float) or isinstance(score, bool):
+                continue
+            if isinstance(question, str) and 0 <= score <= 1:
                 known[question] = float(score)
         # Test at the start that the file can be written.
         with file.open("a", encoding="utf-8"):

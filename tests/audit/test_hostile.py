@@ -20,7 +20,9 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from gspo.audit import samples
 from gspo.audit.disk import audit_files, files, read_training_args
+from gspo.audit.foreign import Draft
 from gspo.errors import ConfigError, GspoError
 
 FILES = Path(__file__).parent / "files"
@@ -336,3 +338,14 @@ def test_folders_of_odd_names_are_sorted(tmp_path, name):
     found = [file.parent.name for file in files([tmp_path], "args.json")]
     assert sorted(found) == sorted([name, "checkpoint-10", "checkpoint-9"])
     assert found.index("checkpoint-9") < found.index("checkpoint-10")
+
+
+def test_many_reward_names_cost_linear_time():
+    log = [{"step": 1, "loss": 0.5, f"rewards/r{i}/mean": i} for i in range(10_000)]
+    names = [f"r{i}" for i in range(10_000)]
+    began = time.process_time()
+    (row,) = samples.trl_rows(log, Draft("TRL", "f", {}), [])
+    rows = samples._grouped(1, [({"prompt": "a", "r7": 2.0}, 0.0)] * 10_000, Draft("TRL", "f", {}), names, None)
+    assert time.process_time() - began < 3  # each with each: more than 10 s
+    assert row["reward/part_r7"] == 7
+    assert rows[-1]["reward_parts"] == {"r7": 2.0}

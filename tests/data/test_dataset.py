@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from word_tokenizers import tokenizer_of
 
 from gspo.data.columns import order
 from gspo.data.dataset import load_dataset, make_dataset
+from gspo.data.files import read_file
 from gspo.data.mixture import make_mixture
 from gspo.data.sources import default_reward, in_held_out
 from gspo.errors import DataError
@@ -584,3 +586,11 @@ def test_a_panic_of_the_tokenizers_library_names_the_row(tmp_path, pattern, capf
 def test_an_interruption_is_not_taken_for_a_panic():
     with pytest.raises(KeyboardInterrupt), naming_panics("here", DataError):
         raise KeyboardInterrupt
+
+
+def test_the_last_of_many_columns_may_be_the_one_that_appears_twice(tmp_path):
+    (tmp_path / "wide.csv").write_text(",".join(map(str, range(30_000))) + ",29999\n")
+    began = time.process_time()
+    with pytest.raises(DataError, match="two columns named '29999'"):
+        read_file(tmp_path / "wide.csv")
+    assert time.process_time() - began < 2  # comparing each with each takes more than 5 s

@@ -90,3 +90,9 @@ def test_messages_are_compared_by_what_they_say():
 def test_a_given_template_goes_before_the_tokenizers():
     talk = Chat(talkers.tokenizer(), template="{{ messages[0].content }}!")
     assert talk.tokenizer.decode(talk.render([USER])) == "2*3?!"
+
+
+@pytest.mark.parametrize("value", ["NaN", "1e999", '"\\ud800"', "[" * 500 + "]" * 500])
+def test_a_call_that_no_client_reads_or_no_tokenizer_encodes_stays_text(value):
+    text = f'<tool_call>{{"name": "a", "arguments": {{"x": {value}}}}}</tool_call>'
+    assert parse_calls(text) == {"role": "assistant", "content": text}

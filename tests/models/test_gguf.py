@@ -286,3 +286,13 @@ def test_what_a_fuzzer_found_is_refused(file):
     """array_length: an array with more than 2^50 missing values, over which the reader of package gguf loops."""
     with pytest.raises(ValueError, match="its header leaves the file"):
         gguf._stored(file)
+
+
+@pytest.mark.parametrize(("kind", "size"), [(0, 1), (8, 8)])
+def test_a_header_of_millions_of_values_is_refused_before_the_package_reads_it(tmp_path, kind, size):
+    file, count = tmp_path / "many.gguf", 4_000_001
+    with open(file, "wb") as stream:
+        stream.write(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"x" + struct.pack("<IIQ", 9, kind, count))
+        stream.truncate(stream.tell() + count * size)  # empty strings, or zeros
+    with pytest.raises(DataError, match="more than 4,000,000 values"):
+        gguf.convert(file, tmp_path / "out")

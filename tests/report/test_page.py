@@ -425,3 +425,11 @@ def test_five_thousand_samples_are_written_in_seconds(tmp_path):
     assert time.process_time() - start < 5
     assert sum(len(block["prompt"]) for block in data_of(page, "samples")) == 5000
     assert len(read_metrics(run)) == 20
+
+
+def test_a_step_shows_at_most_100_parts_of_rewards(tmp_path):
+    (tmp_path / "samples").mkdir()
+    lines = (json.dumps({"sequence": i, "reward": 1, "reward_parts": {f"k{i}": i}}) + "\n" for i in range(200))
+    (tmp_path / "samples" / "step_000001.jsonl").write_text("".join(lines))
+    parts = read_block(tmp_path, 1)["parts"]
+    assert (len(parts), parts["k7"][7], parts["k7"][8]) == (100, 7.0, None)

@@ -1,8 +1,10 @@
 """The judge against a real HTTP server on loopback: scores, failures, retries, caching, and a key that stays secret."""
 
+import os
 import re
 import threading
 import time
+from contextlib import closing
 
 import pytest
 from http_judge import JudgeHandler, JudgeServer, serving
@@ -10,6 +12,7 @@ from processes import until
 
 from gspo.errors import ConfigError
 from gspo.rewards.call import RewardItem
+from gspo.rewards.functions.judge import Judge
 from gspo.rewards.pool import RewardPool
 from gspo.rewards.spec import reward_spec
 from gspo.types import Failure, Score
@@ -254,3 +257,25 @@ def test_settings_that_cannot_work_are_config_errors_that_name_them(settings, sa
     with pytest.raises(ConfigError, match=re.escape(says)) as caught:
         RewardPool(reward_spec(entry)).close()
     assert "sk-1" not in str(caught.value)
+
+
+def test_a_cache_that_no_judge_wrote_gives_no_score_and_no_traceback(tmp_path):
+    file = tmp_path / "scores"
+    scores = (b"NaN", b"1e999", b"-1", b"5", b"true", b'"1"', b"9" * 400, b"[" * 5000)
+    file.write_bytes(b"\xff\n" + b"".join(b'{"question": "%d", "score": %s}\n' % pair for pair in enumerate(scores)))
+    with closing(Judge(url="http://127.0.0.1:1/v1", model="m", cache=str(file))) as judge:
+        assert judge._known == {}
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(ConfigError, match="not a regular file"):
+        Judge(url="http://127.0.0.1:1/v1", model="m", cache=str(file))
+
+
+@pytest.mark.parametrize(
+    "reply", [b"[" * 100_000, b'{"choices": [{"message": {"content": ' + b"[" * 9000 + b"]" * 9000]
+)
+def test_a_deep_answer_is_a_failure_of_its_sample(reply):
+    with closing(Judge(url="http://127.0.0.1:1/v1", model="m")) as judge:
+        (kind, why), _ = judge._read(reply)
+    assert kind == "infra"
+    assert "no chat completion" in why

@@ -210,3 +210,16 @@ def test_pruning_never_counts_a_damaged_checkpoint_of_the_future_as_the_newest(t
     (tmp_path / "step_000009" / "model.safetensors").write_bytes(b"torn")
     checkpoint.prune(tmp_path, 7, keep=1, best=None)
     assert checkpoint.steps(tmp_path) == [7]
+
+
+@pytest.mark.parametrize("entry", [None, {}, [], {"bytes": 0}])
+def test_a_manifest_whose_entries_are_no_entries_is_a_damaged_one(tmp_path, entry):
+    manifest = {"format": 1, "step": 1, "files": dict.fromkeys(checkpoint.FILES, entry)}
+    manifest["sha256"] = checkpoint._own_sha256(manifest)
+    folder = tmp_path / "step_000001"
+    folder.mkdir()
+    for name in checkpoint.FILES:
+        (folder / name).touch()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="is missing or damaged"):
+        checkpoint.verify(folder)

@@ -147,3 +147,11 @@ def test_processes_that_start_together_compile_once(cache, tmp_path):
     assert len(said) == 1
     assert said.pop().endswith(".so")
     assert len(log.read_text().splitlines()) == 2  # the source and the link
+
+
+def test_a_folder_with_the_name_of_a_library_does_not_turn_compiled_decoding_off(cache):
+    library.load_library()
+    file = the_file(cache)
+    file.with_name(file.name.replace(file.stem.rpartition("-")[2], "0")).mkdir()
+    forget_native()
+    assert library.load_library().functions.one() == 1

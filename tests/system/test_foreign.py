@@ -171,3 +171,9 @@ def test_hostile_yaml_is_refused_in_time(text):
     with pytest.raises(ValueError, match=r"at most|characters|not names|contains itself"):
         parse_yaml(text)
     assert time.process_time() - began < 5.0
+
+
+def test_a_yaml_text_with_too_many_values_is_refused_before_a_node_is_made():
+    for text in ("[" + "a," * 100_001 + "a]", "- a\n" * 100_001, "a: [" + "{a: b}," * 40_000 + "]"):
+        with pytest.raises(ValueError, match="it has more than 100,000 values"):
+            parse_yaml(text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -96,10 +96,11 @@ def _update_rows(entries: Sequence[tuple[int, Mapping[str, Any]]], draft: Draft,
         # The first update of a batch has the ratio 1.
         later = [log for step, log in logs if not (single and updates > 1 and (step - 1) % updates == 0)]
         row |= {ours: _mean([log.get(name) for log in later]) for name, ours in clip_names.items()}
-        parts = {name for _, log in logs for name in log if name.startswith("rewards/") and name.endswith("/mean")}
-        for name in sorted(parts):
-            label = name.removeprefix("rewards/").removesuffix("/mean")
-            row[f"reward/part_{label}"] = _mean([log.get(name) for _, log in logs])
+        parts = dict[str, list[Any]]()
+        for name, value in (item for _, log in logs for item in log.items()):
+            if name.startswith("rewards/") and name.endswith("/mean"):
+                parts.setdefault(name.removeprefix("rewards/").removesuffix("/mean"), []).append(value)
+        row |= {f"reward/part_{label}": _mean(values) for label, values in sorted(parts.items())}
         seconds = row.pop("step_time")  # of an update, sampling included
         if seconds is not None and single:
             row["time/step_s"] = seconds * len(logs)
@@ -194,9 +195,11 @@ def _reward_names(history: Any) -> list[str]:
 
 
 def _grouped(
-    step: int, rows: Iterable[tuple[Mapping[str, Any], Any]], draft: Draft, names: Sequence[str], weights: Any
+    step: int, rows: Sequence[tuple[Mapping[str, Any], Any]], draft: Draft, names: Sequence[str], weights: Any
 ) -> list[Row]:
     size = _group_size(draft)
+    columns = {name for row, _ in rows for name in row}
+    names = [name for name in names if name in columns]  # a log may have many more
     known = [finite(weight) for weight in weights] if isinstance(weights, list) else []
     out = []
     for number, (row, advantage) in enumerate(rows):

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from gspo.shipped import with_pages
         from gspo.system import inert
 
-        print(f"gspo: {inert(with_pages(str(error)))}", file=sys.stderr)
+        print(f"gspo: {inert(with_pages(f'{error!s:.10000}'))}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except BrokenPipeError:
         # The reader of stdout (`| head`) has left, or else another pipe is broken, which is an error.

@@ -112,7 +112,8 @@ def _read_jsonl(path: Path) -> Iterable[Row]:
 def _read_csv(reader: csv.DictReader[str], path: Path) -> Iterable[Row]:
     names = list(reader.fieldnames or ())
     if len(set(names)) < len(names):
-        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        seen = set[str]()
+        twice = next(name for name in names if name in seen or seen.add(name))
         raise DataError(f"{path}:1 has two columns named {twice!r}; rename one of them")
     for row in reader:
         # DictReader stores surplus fields under None, and fills missing fields with None.

@@ -120,9 +120,11 @@ def parse_calls(text: str, new_id: Callable[[int], str] = "call_{}".format) -> d
             name, arguments = call["name"], call.get("arguments", {})
             if not isinstance(name, str) or not isinstance(arguments, dict):
                 continue
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            # As a client can read it and a tokenizer encode it: without NaN, infinity and lone surrogates.
+            written = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False)}
+            "".join(written.values()).encode()
+        except (ValueError, TypeError, KeyError, AttributeError):
             continue
-        written = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
         calls.append({"id": new_id(len(calls)), "type": "function", "function": written})
         kept.append(text[end : found.start()])
         end = found.end()

@@ -140,15 +140,22 @@ def _stored(file: Path) -> Weights:
 
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # of GGUF's types of numbers
 _STRING, _ARRAY = 8, 9
+_MAX_VALUES = 4_000_000  # of a header: package `gguf` makes an array of each, and models have about 1,500,000
 
 
 def _check_lengths(content: mmap) -> None:
     """ValueError for a length that leaves the file: the reader of package `gguf` would loop over 2⁶⁴ missing values."""
+    left = _MAX_VALUES
 
     def number(at: int, size: int) -> int:
         if at + size > len(content):
             raise ValueError("its header leaves the file")
         return int.from_bytes(content[at : at + size], "little")
+
+    def spend(count: int) -> None:
+        nonlocal left
+        if (left := left - count) < 0:
+            raise ValueError(f"its header has more than {_MAX_VALUES:,} values")
 
     def end(at: int, kind: int, depth: int = 0) -> int:
         """Where a value ends."""
@@ -158,6 +165,8 @@ def _check_lengths(content: mmap) -> None:
             return at + _SIZES[kind]
         inner, count = number(at, 4), number(at + 4, 8)
         at += 12
+        number(at + count * _SIZES.get(inner, 8), 0)  # a string or an array has at least 8 bytes
+        spend(count)
         if inner in _SIZES:
             return at + count * _SIZES[inner]
         for _ in range(count):
@@ -166,6 +175,7 @@ def _check_lengths(content: mmap) -> None:
         return at
 
     at = 24
+    spend(number(16, 8))
     for _ in range(number(16, 8)):
         at = end(at, _STRING)  # the key
         at = end(at + 4, number(at, 4))

@@ -16,6 +16,7 @@ import operator
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -171,6 +172,7 @@ Signature = tuple[int, ...]  # changes when a step's files do
 Kind = Literal["samples", "evals"]  # the folder: training samples, or held-out answers
 TEXTS = ("completion", "question", "answer", "failure", "finish")
 NUMBERS = ("reward", "advantage", "log_s")
+MAX_PARTS = 100  # of rewards, in a step: each has a value for each sample
 COUNTS = ("sequence", "submission", "sample", "length", "minibatch", "version")
 
 
@@ -259,7 +261,7 @@ def read_block(run: Path, step: int, kind: Kind = "samples") -> Block:
     block["images"] = [{"sha256": digest, "words": words} for digest, words in images]
     block["shown"] = [None if one is None else images[one] for one in shown]  # index in `images`
     parts = [row["reward_parts"] if isinstance(row.get("reward_parts"), dict) else {} for row in rows]
-    names = dict.fromkeys(name for part in parts for name in part)
+    names = islice(dict.fromkeys(name for part in parts for name in part), MAX_PARTS)
     block["parts"] = {name: [finite_number(part.get(name)) for part in parts] for name in names}
     block["turns"] = [_turns(row.get("turns")) for row in rows]
     block["tokens"] = _tokens(run, step, rows) if kind == "samples" else {}

@@ -135,15 +135,15 @@ def verify(folder: Path) -> dict[str, Any]:
         # Each file can be intact although the folder has another step's name.
         if folder.name != step_name(manifest["step"]):
             raise CheckpointError(f"{folder} holds step {manifest['step']}: folders were renamed or swapped")
+        for name in listed:
+            file = folder / name
+            if not file.is_file():
+                raise CheckpointError(f"{file} is missing")
+            # The size is compared first: a truncated file is found without reading it.
+            if file.stat().st_size != listed[name]["bytes"] or sha256(file) != listed[name]["sha256"]:
+                raise CheckpointError(f"{file} is damaged: its sha256 differs from the manifest")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as cause:
         raise CheckpointError(f"{file} is missing or damaged ({cause})") from cause
-    for name in listed:
-        file = folder / name
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing")
-        # The size is compared first: a truncated file is found without reading it.
-        if file.stat().st_size != listed[name]["bytes"] or sha256(file) != listed[name]["sha256"]:
-            raise CheckpointError(f"{file} is damaged: its sha256 differs from the manifest")
     return manifest
 
 

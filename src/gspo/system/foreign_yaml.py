@@ -23,13 +23,16 @@ def parse_yaml(text: str | bytes, limits: Limits = YAML_LIMITS) -> Any:
     if len(text) > limits.bytes:
         raise ValueError(f"it has {len(text):,} bytes; at most {limits.bytes:,} are read")
     kind: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    depth, loader = 0, None
+    depth, values, loader = 0, 0, None
     try:
         # Events first: making nodes recurses in C once per level without a limit, and a deep text crashes the process.
         for event in yaml.parse(text, Loader=kind):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > limits.depth:
                 raise ValueError(f"lists and mappings are nested deeper than {limits.depth}")
+            values += isinstance(event, yaml.NodeEvent)
+            if values > limits.values:  # a node has 360 bytes
+                raise ValueError(f"it has more than {limits.values:,} values")
         loader = kind(text)
         node = loader.get_single_node()
         if node is None:

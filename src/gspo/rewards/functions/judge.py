@@ -23,7 +23,7 @@ from typing import Any
 from gspo import rng
 from gspo.errors import ConfigError, RewardError
 from gspo.rewards.call import Pending, Result
-from gspo.system import HttpClient, ReplyTooLargeError, parse_json
+from gspo.system import HttpClient, ReplyTooLargeError, parse_json, read_jsonl
 
 PROMPT = """Grade an answer to a question.
 
@@ -317,12 +317,13 @@ def _read_cache(file: Path | None, key: str) -> dict[str, Result]:
     known: dict[str, Result] = {}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-            try:
-                row = parse_json(line)
-                known[str(row["question"])] = float(row["score"])
-            except (ValueError, LookupError, TypeError):
-                continue  # an incomplete line of a killed run; the question is sent again
+        # A row that no judge wrote, or that a killed run cut off, is skipped: its question is sent again.
+        for row in read_jsonl(file) if file.exists() else ():
+            question, score = row.get("question"), row.get("score")
+            if not isinstance(score, int | float) or isinstance(score, bool):
+                continue
+            if isinstance(question, str) and 0 <= score <= 1:
+                known[question] = float(score)
         # Test at the start that the file can be written.
         with file.open("a", encoding="utf-8"):
             pass

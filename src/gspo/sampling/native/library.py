@@ -15,7 +15,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,9 +92,10 @@ def _compiled(compiler: str) -> Path:
 def _found(folder: Path, name: str) -> Path | None:
     """The library whose content has the digest of its name: loading a truncated one would end the process."""
     for library in sorted(folder.glob(f"{name}-*.so")):
-        if _is_private(library, stat.S_IFREG) and library.stem.rpartition("-")[2] == sha256(library):
-            return library
-        library.unlink()
+        with suppress(OSError):  # another process has removed it, or it is a folder
+            if _is_private(library, stat.S_IFREG) and library.stem.rpartition("-")[2] == sha256(library):
+                return library
+            library.unlink()
     return None
 
 

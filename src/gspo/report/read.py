@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -165,6 +166,12 @@ def status_of(run: Path, steps: int, config: Row) -> str:
 
 def _is_locked(run: Path) -> bool:
     """Whether a trainer holds the lock of a run. /proc/locks is read: a lock of our own could refuse a trainer."""
+    if not os.path.exists("/proc/locks"):  # macOS: a shared lock, which is released at once
+        try:
+            with open(run / ".lock") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
     with contextlib.suppress(OSError):
         inodes = {str(run.stat().st_ino), str((run / ".lock").stat().st_ino)}
         # A line is `3: FLOCK ADVISORY WRITE 812 08:01:1312 0 EOF`, with the inode after the device.

@@ -32,7 +32,19 @@ from gspo.faults import reached
 from gspo.learner import ProximalSource
 from gspo.rollout import Snapshot, pack_groups
 from gspo.runs import checkpoint
-from gspo.system import Every, inert, read_json, read_jsonl, step_name, step_of, to_json, write_errors, write_run_file
+from gspo.system import (
+    Every,
+    inert,
+    memory_bytes,
+    processor_name,
+    read_json,
+    read_jsonl,
+    step_name,
+    step_of,
+    to_json,
+    write_errors,
+    write_run_file,
+)
 from gspo.types import Images
 
 MAX_PICTURES = 4096  # files in images/; each has a few kB
@@ -188,28 +200,19 @@ def versions_and_hardware(device: str, threads: int) -> dict[str, Any]:
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         commit = ""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "packages": {name: metadata.version(name) for name in packages},
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": os.cpu_count(),
-        "memory_bytes": memory,
+        "memory_bytes": memory_bytes(),
         "device": device,
         "threads": threads,
         "commit": commit or None,
         "command": sys.argv,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 class RunLock:

@@ -148,9 +148,7 @@ def shorten_log(fd: int) -> None:
     """
     size = os.fstat(fd).st_size
     if size > _MAX_LOG:
-        with open(f"/proc/self/fd/{fd}", "rb") as file:
-            file.seek(size - _KEPT_LOG)
-            kept = file.read(_KEPT_LOG)
+        kept = os.pread(fd, _KEPT_LOG, size - _KEPT_LOG)
         os.ftruncate(fd, 0)
         os.write(fd, f"[{size - len(kept)} bytes of output were removed: the log was too long]\n".encode() + kept)
 
@@ -203,7 +201,7 @@ class Supervisor:
                     if not self.read_trainer():
                         return
                 elif key.fileobj == self.wake_fd:
-                    os.read(self.wake_fd, 4096)  # wait: none, the pipe does not block
+                    os.read(self.wake_fd, 4096)  # wait: none, the selector has reported a signal
                 elif key.data in self.workers:
                     self.read_worker(self.workers[key.data])
                     self.write_worker(self.workers[key.data])
@@ -491,7 +489,8 @@ def main(fd: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
     # A signal writes one byte into this pipe, which wakes the selector.
-    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     # As a subreaper this process becomes the parent of orphans, so `kill_orphans` can find them.
     adopt_orphans()

@@ -12,10 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from gspo.errors import SandboxError
-from gspo.report.read import status_of
-from gspo.rewards.sandbox import box
-from gspo.runs import RunLock
 from gspo.system import (
     adopt_orphans,
     all_processes,
@@ -26,8 +22,8 @@ from gspo.system import (
     memory_bytes,
     num_cores,
     own_children,
-    processor_name,
     return_freed_memory,
+    versions_and_hardware,
     visible_gpus,
 )
 
@@ -82,18 +78,26 @@ def test_the_memory_is_the_least_of_the_machine_and_its_container(monkeypatch, l
 
 
 @pytest.mark.run
-def test_the_processor_is_named_by_the_kernel_or_by_python(monkeypatch):
-    shown = "processor\t: 0\nmodel name\t: Fast 3\nflags\t\t: fpu avx2\nmodel name\t: Slow\n"
-    monkeypatch.setattr(Path, "read_text", lambda path, **kwargs: shown)
-    assert (processor_name(), instruction_set()) == ("Fast 3", "flags\t\t: fpu avx2")
-    shown = "processor\t: 0\nFeatures\t: fp asimd\n"
-    assert (processor_name(), instruction_set()) == (platform.processor(), "Features\t: fp asimd")
+@pytest.mark.parametrize(
+    ("cpuinfo", "name", "instructions"),
+    [
+        ("model name\t: Fast 3\nflags\t\t: fpu avx2\nmodel name\t: Slow\n", "Fast 3", "flags\t\t: fpu avx2"),
+        ("processor\t: 0\nFeatures\t: fp asimd\n", platform.processor(), "Features\t: fp asimd"),
+        (None, platform.processor(), f"{platform.machine()} {platform.processor()}"),
+    ],
+)
+def test_the_processor_is_named_by_the_kernel_or_by_python(monkeypatch, cpuinfo, name, instructions):
+    read = Path.read_text
 
+    def shown(path, *args, **kwargs):
+        if str(path) != "/proc/cpuinfo":
+            return read(path, *args, **kwargs)
+        if cpuinfo is None:
+            raise FileNotFoundError(path)
+        return cpuinfo
 
-def test_without_cpuinfo_the_instruction_set_is_the_architecture(system):
-    if system == "macos":
-        assert instruction_set().split()[0] == platform.machine()
-        assert processor_name() == platform.processor()
+    monkeypatch.setattr(Path, "read_text", shown)
+    assert (versions_and_hardware("cpu", 1)["processor"], instruction_set()) == (name, instructions)
 
 
 def test_hidden_gpus_are_not_counted(monkeypatch):
@@ -135,31 +139,13 @@ def test_calls_that_the_system_lacks_do_nothing(system):
         die_with_parent(os.getppid())
 
 
-def test_the_lock_of_a_run_is_seen_without_being_taken(system, tmp_path):
-    lock = RunLock(tmp_path)
-    assert status_of(tmp_path, 1, {}) == "running"
-    lock.close()
-    assert status_of(tmp_path, 1, {}) == "failed"
-    RunLock(tmp_path).close()
-
-
-def test_the_sandbox_is_refused_by_name_outside_linux(monkeypatch):
-    monkeypatch.setattr(box, "_works", False)
-    monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(SandboxError, match="bubblewrap and seccomp exist on Linux only"):
-        box.run_program("print(1)")
-
-
 @pytest.mark.run
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [("import sys; sys.platform = 'win32'", "WSL"), ("import os; del os.waitid", "Python 3.13 or newer on macOS")],
-)
-def test_the_import_names_what_the_system_needs(change, message):
-    command = [sys.executable, "-c", f"{change}; import gspo"]
+def test_the_import_names_what_the_system_needs():
+    """Windows has no os.waitid, and Python has it on macOS since 3.13."""
+    command = [sys.executable, "-c", "import os; del os.waitid; import gspo"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert message in done.stderr.splitlines()[-1]
+    assert "macOS with Python 3.13 or newer; on Windows, install it inside WSL" in done.stderr.splitlines()[-1]
 
 
 REWARD = """

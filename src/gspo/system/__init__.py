@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from gspo.system.machine import (
         SHM, adopt_orphans, all_processes, descendants, die_with_parent, instruction_set, memory_bytes, num_cores,
-        own_children, processor_name, return_freed_memory, visible_gpus,
+        own_children, return_freed_memory, versions_and_hardware, visible_gpus,
     )
     from gspo.system.process import (
         KILLED_S, Launched, MIN_TOKEN_CHARS, TOKEN, await_killed, describe_exit, dying_with_parent, kill, kill_group,

@@ -12,8 +12,12 @@ import platform
 import re
 import signal
 import subprocess
+import sys
+import time
+from importlib import metadata
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 SHM = Path("/dev/shm")  # a folder in memory; macOS has none
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -31,13 +35,32 @@ def memory_bytes() -> int:
     return min(total, int(limit)) if limit.isdecimal() else total
 
 
-def processor_name() -> str:
-    return _cpuinfo("model name").partition(":")[2].strip() or platform.processor()
-
-
 def instruction_set() -> str:
     """What the processor can execute, for the name of code that is compiled for it."""
     return _cpuinfo("flags", "features") or f"{platform.machine()} {platform.processor()}"
+
+
+def versions_and_hardware(device: str, threads: int) -> dict[str, Any]:
+    """Versions, commit and hardware of this run."""
+    packages = ("gspo", "torch", "transformers", "safetensors", "numpy")
+    commit = ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        commit = subprocess.run(  # wait: 5 s, the trainer at its start
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=5
+        ).stdout.strip()
+    return {
+        "packages": {name: metadata.version(name) for name in packages},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": _cpuinfo("model name").partition(":")[2].strip() or platform.processor(),
+        "cores": os.cpu_count(),
+        "memory_bytes": memory_bytes(),
+        "device": device,
+        "threads": threads,
+        "commit": commit or None,
+        "command": sys.argv,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
 
 
 def _cpuinfo(*names: str) -> str:

@@ -32,7 +32,7 @@ from typing import Any
 from gspo.rewards.call import GRACE_S, HEARTBEAT_S, LENGTH
 from gspo.rewards.functions.builtin import PRELOAD
 from gspo.rewards.workers.worker import CLOCK, run_worker, set_clock
-from gspo.system import adopt_orphans, all_processes, descendants, describe_exit, install_command, kill, kill_group
+from gspo.system import adopt_orphans, descendants, describe_exit, install_command, kill, kill_group, own_children
 
 
 @dataclass
@@ -95,21 +95,17 @@ _MAX_LOG, _KEPT_LOG = 64 << 20, 1 << 20  # bytes of rewards.log, and how many of
 
 
 def next_dead() -> int | None:
-    try:
-        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return None
-    return found.si_pid if found else None
+    with contextlib.suppress(ChildProcessError):
+        if found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            return found.si_pid
 
 
 def collect(pid: int, timeout_s: float = 1.0) -> None:
     """Wait for a killed child; give up if the kernel cannot end it yet (blocked in a device)."""
     deadline = time.monotonic() + timeout_s
-    try:
+    with contextlib.suppress(ChildProcessError):
         while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
             time.sleep(0.001)  # wait: a second or less, the supervisor
-    except ChildProcessError:
-        pass
 
 
 def kill_orphans(spare: Container[int]) -> None:
@@ -117,7 +113,7 @@ def kill_orphans(spare: Container[int]) -> None:
     deadline = time.monotonic() + _KILL_S
     while time.monotonic() < deadline:  # the children of a killed orphan become orphans in turn
         # One look at the process table for all orphans: there may be hundreds.
-        orphans = [pid for pid, parent in all_processes() if parent == os.getpid() and pid not in spare]
+        orphans = [pid for pid in own_children() if pid not in spare]
         if not orphans:
             return
         kill_all([*descendants(*orphans), *orphans])

@@ -72,8 +72,7 @@ def set_threads(config: Config, processes_here: int = 1) -> int:
     `threads`, else OMP_NUM_THREADS, which PyTorch's users set, else the cores shared by the processes on this machine.
     """
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    if not (threads := config.threads or (int(asked) if asked.isdecimal() else 0)):
-        threads = max(num_cores() // processes_here, 1)
+    threads = config.threads or (int(asked) if asked.isdecimal() else 0) or max(num_cores() // processes_here, 1)
     torch.set_num_threads(threads)
     return torch.get_num_threads()
 

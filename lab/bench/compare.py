@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -110,9 +109,9 @@ def machine() -> dict[str, Any]:
     """The machine of the measurement, and its date."""
     from datetime import UTC, datetime
 
-    from gspo.runs import versions_and_hardware
+    from gspo.system import num_cores, versions_and_hardware
 
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = num_cores()
     known = versions_and_hardware("cpu", threads)
     known["date"] = datetime.now(UTC).strftime("%Y-%m-%d")
     with contextlib.suppress(PackageNotFoundError):

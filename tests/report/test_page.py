@@ -4,8 +4,10 @@ import base64
 import hashlib
 import html
 import json
+import os
 import re
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -344,7 +346,13 @@ def test_held_out_answers_are_on_the_page_grouped_by_problem(run):
     assert len(few) < 4
 
 
-def test_the_status_of_a_run_is_that_of_its_lock_and_its_last_message(tmp_path):
+@pytest.mark.parametrize("has_proc", [True, False])
+def test_the_status_of_a_run_is_that_of_its_lock_and_its_last_message(tmp_path, monkeypatch, has_proc):
+    if not has_proc:  # macOS
+        exists, read = os.path.exists, Path.read_text
+        monkeypatch.setattr(os.path, "exists", lambda path: not str(path).startswith("/proc") and exists(path))
+        hidden = lambda path, **kwargs: read(Path("/none") if str(path) == "/proc/locks" else path, **kwargs)  # noqa: E731
+        monkeypatch.setattr(Path, "read_text", hidden)
     run = make_run(tmp_path, [step_row(1)])
     planned = {"total_train_steps": 9}
     assert [status_of(run, steps, planned) for steps in (1, 9)] == ["failed", "finished"]
@@ -359,6 +367,7 @@ def test_the_status_of_a_run_is_that_of_its_lock_and_its_last_message(tmp_path):
     assert status_of(run, 9, planned) == "running"
     lock.close()
     assert status_of(run, 1, planned) == "failed"
+    RunLock(run).close()  # the status has left no lock
 
 
 def test_graded_rewards_are_told_as_reward(tmp_path):

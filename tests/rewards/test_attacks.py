@@ -62,7 +62,7 @@ def test_a_log_that_becomes_too_long_keeps_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "_MAX_LOG", 1000)
     monkeypatch.setattr(supervisor, "_KEPT_LOG", 100)
     log = tmp_path / "rewards.log"
-    with log.open("ab") as file:
+    with log.open("a+b") as file:
         file.write(b"a" * 1000)
         file.flush()
         supervisor.shorten_log(file.fileno())

@@ -5,6 +5,7 @@
 import json
 import os
 import shutil
+import sys
 import time
 
 import pytest
@@ -311,3 +312,10 @@ def test_an_answer_of_too_many_bits_fails_its_own_test_only():
     graded = grade(source, "f", tests)
     assert graded.passed == (True, False, True)
     assert "bits" in graded.reason
+
+
+def test_outside_linux_the_sandbox_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(sandbox, "_works", False)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(SandboxError, match="bubblewrap and seccomp exist on Linux only"):
+        Box(Limits())

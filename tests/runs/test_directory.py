@@ -11,8 +11,8 @@ from safetensors.numpy import load_file
 
 from gspo.errors import CheckpointError, ConfigError
 from gspo.report import read_metrics
-from gspo.runs.directory import RunDir, versions_and_hardware
-from gspo.system import read_jsonl, to_json, write_run_file
+from gspo.runs.directory import RunDir
+from gspo.system import read_jsonl, to_json, versions_and_hardware, write_run_file
 
 
 @pytest.fixture

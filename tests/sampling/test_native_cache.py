@@ -1,6 +1,8 @@
 """The compiled library in the cache: private, whole or compiled again, and never loaded when it is damaged."""
 
 import os
+import platform
+import runpy
 import shutil
 import signal
 import stat
@@ -10,9 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from native_library import forget_native
 
-from gspo.sampling import library
+from gspo.sampling import few_rows, library
 
 pytestmark = [pytest.mark.run, pytest.mark.skipif(not shutil.which("cc"), reason="there is no C compiler")]
 
@@ -139,7 +142,7 @@ def test_processes_that_start_together_compile_once(cache, tmp_path):
     cc.write_text(f'#!/bin/sh\ncase "$1" in --version) ;; *) echo run >> {log} ;; esac\nexec cc "$@"\n')
     cc.chmod(0o755)
     environment = {**os.environ, "CC": str(cc)}
-    code = "import sys; from gspo.sampling import library as it; "
+    code = "import sys; from gspo.sampling import few_rows, library as it; "
     code += "it._FOLDER = it.Path(sys.argv[1]); print(it.load_library().why)"
     command = [sys.executable, "-c", code, str(library._FOLDER)]
     running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
@@ -155,3 +158,31 @@ def test_a_folder_with_the_name_of_a_library_does_not_turn_compiled_decoding_off
     file.with_name(file.name.replace(file.stem.rpartition("-")[2], "0")).mkdir()
     forget_native()
     assert library.load_library().functions.one() == 1
+
+
+NO_OPENMP = """#!/bin/sh
+case " $* " in *" -fopenmp "*) echo "clang: error: unsupported option '-fopenmp'" >&2; exit 1;; esac
+exec cc "$@"
+"""
+
+
+@pytest.mark.parametrize("compiler", ["without OpenMP", "clang"])
+def test_a_compiler_without_openmp_compiles_for_one_thread(native_anew, monkeypatch, tmp_path, compiler):
+    """Apple's clang refuses -fopenmp; Debian's has no omp.h unless libomp-dev is installed."""
+    if compiler == "clang" and not shutil.which("clang"):
+        pytest.skip("there is no clang")
+    script = tmp_path / "no_openmp"
+    script.write_text(NO_OPENMP)
+    script.chmod(0o700)
+    monkeypatch.setenv("CC", "clang" if compiler == "clang" else str(script))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    native = few_rows.load_native()
+    assert native.product is not None, native.why
+    x, w = torch.randn(17, 300), torch.randn(50, 300)
+    torch.testing.assert_close(native.product(x, w), x @ w.T)
+
+
+def test_the_processor_is_named_by_the_flag_that_clang_takes(monkeypatch):
+    for machine, flag in (("x86_64", "-march=native"), ("arm64", "-mcpu=native"), ("aarch64", "-mcpu=native")):
+        monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
+        assert flag in runpy.run_path(library.__file__)["_FLAGS"]

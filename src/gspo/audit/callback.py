@@ -25,8 +25,8 @@ from gspo.audit.trl import CLIPPED, from_trl
 from gspo.errors import ConfigError
 from gspo.learner import noise_of
 from gspo.monitor import noise_metrics, ratio_metrics
-from gspo.runs import RunDir, versions_and_hardware
-from gspo.system import to_json, write_run_file
+from gspo.runs import RunDir
+from gspo.system import to_json, versions_and_hardware, write_run_file
 
 Floats = NDArray[np.float64]
 Record = Mapping[str, Any]  # one micro-batch: arrays [B] of `FIELDS`, and numbers `update` and `loss`

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from gspo.errors import DataError
-from gspo.system import Limits, human, install_command, parse_json
+from gspo.system import Limits, human, install_command, memory_bytes, parse_json
 
 MAX_ROWS = 50_000_000  # rows are Python objects; more would not fit into memory
-_MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+_MEMORY = memory_bytes()
 _LIMITS = Limits(bytes=_MEMORY, values=8 * MAX_ROWS)
 _BATCH_BYTES = 1 << 30  # of a Parquet file, in memory at once beside the rows
 

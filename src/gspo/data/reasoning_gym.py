@@ -24,7 +24,7 @@ from typing import Any
 
 from gspo.data.sources import HELD_OUT, in_held_out
 from gspo.errors import DataError
-from gspo.system import dying_with_parent, install_command
+from gspo.system import dying_with_parent, install_command, num_cores
 
 _SHARE = 0.2  # held-out part of a task
 _ROUNDS = 4
@@ -133,7 +133,7 @@ def _entries(task: str, seed: int, count: int, options: dict[str, Any]) -> Itera
 def _in_parallel(task: str, seed: int, count: int, options: dict[str, Any], first: int) -> list[Row]:
     """The entries from `first` on, by one process per core; in this process if JSON cannot represent them."""
     # Problem i depends only on the seed and i, so the number of processes does not change the result.
-    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = num_cores()
     if workers == 1:
         data = _create(task, seed, count, options)
         return [dict(data[i]) for i in range(first, count)]

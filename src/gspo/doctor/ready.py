@@ -21,7 +21,7 @@ from gspo.launcher import make_launch_plan, require_machine
 from gspo.lint import facts_of
 from gspo.models import cache, check_settings, check_weights, embedded, find_here, gguf, hub_problem, read_adapter
 from gspo.rewards import BUILTIN, PRELOAD, SCORERS, Judge, RewardPool, check_classifier
-from gspo.system import beat, by_name, human, install_command, visible_gpus
+from gspo.system import beat, by_name, human, install_command, memory_bytes, num_cores, visible_gpus
 
 
 @dataclass(frozen=True)
@@ -192,8 +192,7 @@ def look_at_processes(config: Config) -> str:
     if config.scheduler.type in ("ray", "slurm"):
         return f"{layout}, placed by {config.scheduler.type}"
     require_machine(config, layout, num_gpus)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{layout}; this machine has {num_gpus} GPUs and {cores} CPU cores"
+    return f"{layout}; this machine has {num_gpus} GPUs and {num_cores()} CPU cores"
 
 
 def check_packages(config: Config) -> Iterator[ReadyCheck]:
@@ -222,7 +221,7 @@ def check_memory(loaded: Loaded, memory: Mapping[str, Any]) -> ReadyCheck:
         found, where = _gpu_memory(), "a GPU of this machine"
         needed = trainer + sampler if layout.sampler is None else max(trainer, sampler)
     else:
-        found, where = _machine_memory(), "this machine"
+        found, where = memory_bytes(), "this machine"
         needed = trainer * layout.ranks + sampler * max(layout.num_samplers, 1)
     if found is None:
         return ReadyCheck("memory", "unknown", f"the memory of {where} could not be read")
@@ -243,19 +242,6 @@ def check_memory(loaded: Loaded, memory: Mapping[str, Any]) -> ReadyCheck:
         else "lower gconfig.max_new_tokens, rollout.max_concurrent_rollouts or train_dataset.batch_size"
     )
     return ReadyCheck("memory", "failed", f"needs {human(needed)} ({parts}), but {where} has {human(found)}; {remedy}")
-
-
-def _machine_memory() -> int | None:
-    """Bytes of memory that processes of this machine or container may use."""
-    try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return None
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdecimal() else total
 
 
 def _gpu_memory() -> int | None:

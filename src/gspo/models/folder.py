@@ -7,7 +7,6 @@ is an error. Torch-free: shapes come from the headers of the safetensors files.
 from __future__ import annotations
 
 import math
-import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from gspo.errors import DataError
-from gspo.system import Limits, read_json
+from gspo.system import Limits, memory_bytes, read_json
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -180,7 +179,7 @@ def check_size(model: Any, source: str, weights: Weights | None, itemsize: int) 
     if computed > _MAX_BUFFERS + needed:
         raise DataError(f"{source} describes masks and position tables of {computed:,} numbers; lower its sizes")
     if weights is None:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = memory_bytes()
         if needed * itemsize > memory:
             raise DataError(
                 f"{source} describes {needed:,} parameters, which take {needed * itemsize / 1e9:,.0f} GB; this machine "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -165,12 +166,16 @@ def status_of(run: Path, steps: int, config: Row) -> str:
 
 def _is_locked(run: Path) -> bool:
     """Whether a trainer holds the lock of a run. /proc/locks is read: a lock of our own could refuse a trainer."""
-    with contextlib.suppress(OSError):
+    try:
+        if not os.path.exists("/proc/locks"):  # macOS: a shared lock, which is released at once
+            with open(run / ".lock") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         inodes = {str(run.stat().st_ino), str((run / ".lock").stat().st_ino)}
         # A line is `3: FLOCK ADVISORY WRITE 812 08:01:1312 0 EOF`, with the inode after the device.
         fields = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
         return any("FLOCK" in words and words[-3].rpartition(":")[2] in inodes for words in fields if len(words) > 3)
-    return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
 
 
 def read_checkpoints(run: Path) -> list[Checkpoint]:

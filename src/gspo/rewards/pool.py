@@ -320,7 +320,7 @@ class RewardPool:
             raise ConfigError(f"{self._key}: arguments of a reward must be JSON values ({error})") from None
         # One thread per worker: the trainer needs the CPU, too.
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        log = open(self._log_path, "ab") if self._log_path else None  # noqa: SIM115 — closed below; the child has its own copy
+        log = open(self._log_path, "a+b", buffering=0) if self._log_path else None  # noqa: SIM115 — closed below; the child has its own copy
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(sys.path)],

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from gspo.runs import checkpoint, directory
     from gspo.runs.checkpoint import load_pending_groups, verify
     from gspo.runs.directory import (
-        RunDir, RunLock, Saver, State, _other_identity, changed_code, code_digest, resume, versions_and_hardware,
+        RunDir, RunLock, Saver, State, _other_identity, changed_code, code_digest, resume,
     )
     from gspo.runs.export import SHARD, base_name, open_repository, push, refuse_used, write_model
     # fmt: on

@@ -11,15 +11,11 @@ import fcntl
 import hashlib
 import math
 import os
-import platform
 import stat
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
@@ -176,40 +172,6 @@ def _refuse_special_files(run: Path) -> None:
             if entry.exists():
                 kind = "a directory" if is_directory else "not a regular file (a FIFO, socket or device)"
                 raise ConfigError(f"{entry} is {kind}, but the run needs a file there; move it away")
-
-
-def versions_and_hardware(device: str, threads: int) -> dict[str, Any]:
-    """Versions, commit and hardware of this run."""
-    packages = ("gspo", "torch", "transformers", "safetensors", "numpy")
-    try:
-        root = Path(__file__).resolve().parents[3]
-        commit = subprocess.run(  # wait: 5 s, the trainer at its start
-            ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        commit = ""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "packages": {name: metadata.version(name) for name in packages},
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "memory_bytes": memory,
-        "device": device,
-        "threads": threads,
-        "commit": commit or None,
-        "command": sys.argv,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 class RunLock:

@@ -13,7 +13,7 @@ from rich.table import Table
 from gspo.errors import ConfigError
 from gspo.studies import page, plan, results, runner
 from gspo.studies.plan import Study
-from gspo.system import NO_LAB, in_lab
+from gspo.system import NO_LAB, in_lab, num_cores
 
 
 def listing(names: Sequence[str], given: Path | None, console: Console) -> None:
@@ -87,7 +87,7 @@ def _forecast(study: Study, num_missing: int, docs: Path, runs: Path, num_parall
         f"{study.name}: {at_least}{num_missing} {'run' if num_missing == 1 else 'runs'} to do, {num_parallel} at a time"
     )
     if num_missing and study.run_s is not None:
-        at_once = min(num_parallel, num_missing, len(os.sched_getaffinity(0)))
+        at_once = min(num_parallel, num_missing, num_cores())
         minutes = num_missing * study.run_s / at_once / 60
         head += f", about {minutes:.0f} minutes" if minutes >= 1.5 else ", about a minute"
         head += f" ({study.run_s:g} s of a core each where it was measured)"

@@ -20,10 +20,9 @@ from typing import Any
 
 from gspo.errors import TrainingError
 from gspo.report import read_metrics
-from gspo.runs import versions_and_hardware
 from gspo.studies import measure, plan
 from gspo.studies.plan import Job, Study
-from gspo.system import in_lab, to_json, write_run_file
+from gspo.system import in_lab, to_json, versions_and_hardware, write_run_file
 
 STOPPED = 3
 GRACE_S = 60.0  # from SIGTERM to SIGKILL, as in the runner

@@ -257,7 +257,7 @@ def main() -> None:
             heard = clock.seconds()
         elif os.getppid() != parent:
             return
-        elif _is_stopped(parent):
+        elif is_stopped(parent):
             heard = clock.seconds()
         elif clock.seconds() - heard > limit:
             break
@@ -275,9 +275,13 @@ def main() -> None:
         os.kill(parent, signal.SIGKILL)
 
 
-def _is_stopped(pid: int) -> bool:
-    """As `gspo.system.process.is_stopped`, which this script cannot import."""
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped (SIGSTOP, or a debugger); only SIGKILL and SIGCONT reach it then."""
     try:
+        if not os.path.exists("/proc/self/stat"):
+            command = ["ps", "-o", "state=", "-p", str(pid)]
+            done = subprocess.run(command, capture_output=True, text=True)  # wait: none, the stall timeout
+            return done.stdout.strip()[:1] == "T"
         with open(f"/proc/{pid}/stat", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0] in ("T", "t")
     except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""Processes: child processes, the variables that a launcher sets for them, and the GPUs of this machine.
+"""Processes: child processes, and the variables that a launcher sets for them.
 
 `python -m gspo.system.process PARENT COMMAND…` runs a command that the kernel kills when its parent ends, so that a
 launcher that is killed leaves no orphans. It is a program of its own because code between fork and exec is not safe in
@@ -8,39 +8,17 @@ a parent with threads (Ray's workers have dozens).
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gspo.errors import ConfigError
-
-
-def visible_gpus() -> int:
-    """Number of NVIDIA GPUs that a process started here would see, from the driver's device files."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = [entry for entry in _names(Path("/dev")) if re.fullmatch(r"nvidia\d+", entry)]
-    if chosen is None:
-        return len(devices)
-    # CUDA ignores everything from the first invalid id on; -1 is the usual way to hide all GPUs.
-    ids = [word.strip() for word in chosen.split(",")]
-    usable = next((index for index, word in enumerate(ids) if word in ("", "-1")), len(ids))
-    # CUDA_VISIBLE_DEVICES may list more GPUs than this machine has.
-    return min(usable, len(devices))
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
-
+from gspo.system.machine import die_with_parent
 
 TOKEN = "GSPO_SAMPLER_TOKEN"
 MIN_TOKEN_CHARS = 16
@@ -100,23 +78,6 @@ def _count(env: Mapping[str, str], name: str, default: int, what: str) -> int:
 
 
 KILLED_S = 10.0  # for a process to end after SIGKILL
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-
-
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends; exit at once if it has ended already.
-
-    Linux only. On other systems a child notices the end of its parent when their socket or pipe is closed.
-    """
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have ended before prctl(): then no signal would ever come.
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def adopt_orphans() -> None:
-    """Become the subreaper: descendants whose parent ends become children of this process, so it can find them."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def dying_with_parent(command: list[str]) -> list[str]:
@@ -194,63 +155,6 @@ def last_lines(log: Path, count: int) -> str:
     except OSError:
         return ""
     return "".join(f"\n  {line}" for line in lines)
-
-
-def own_children() -> list[int]:
-    """Processes that the main thread of this process has started and that have not been collected yet."""
-    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
-
-
-def descendants(*pids: int) -> list[int]:
-    """Children of processes, their children, and so on."""
-    children: dict[int, list[int]] = {}
-    for child, parent in all_processes():
-        children.setdefault(parent, []).append(child)
-    found: list[int] = []
-    frontier = list(pids)
-    while frontier:
-        below = children.get(frontier.pop(), [])
-        found += below
-        frontier += below
-    return found
-
-
-def all_processes() -> Iterator[tuple[int, int]]:
-    """(pid, parent) of every visible process; nothing on a system without /proc."""
-    try:
-        names = os.listdir("/proc")
-    except OSError:
-        return
-    for name in names:
-        if name.isdecimal():
-            # A process may end between the listing and the read.
-            with contextlib.suppress(OSError):
-                yield int(name), int(_stat(int(name))[1])
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped (SIGSTOP, or a debugger); only SIGKILL and SIGCONT reach it then."""
-    try:
-        return _stat(pid)[0] in ("T", "t")
-    except OSError:
-        return False
-
-
-def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat after the command's name: state, parent, …"""
-    # The name, in parentheses, may contain spaces and parentheses: split after the last one.
-    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-
-
-def return_freed_memory() -> None:
-    """Give freed memory back to the system, if the C library can (glibc): it keeps the blocks of freed tensors."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def main() -> None:

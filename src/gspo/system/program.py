@@ -112,7 +112,7 @@ def wait_without_spinning() -> None:
     cores, two threads were 56 times slower with the default than with sleeping. On a free machine the default is
     faster. The number of threads, and so every result, is the same.
     """
-    if hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1) and "GOMP_SPINCOUNT" not in os.environ:
+    if os.getloadavg()[0] > (os.cpu_count() or 1) and "GOMP_SPINCOUNT" not in os.environ:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 

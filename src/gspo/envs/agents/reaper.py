@@ -14,7 +14,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable
+from typing import Any
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
@@ -25,11 +25,12 @@ def main() -> int:
     control, command = int(sys.argv[1]), sys.argv[2:]
     # The command must not inherit the pipe.
     os.set_inheritable(control, False)
-    prctl = ctypes.CDLL(None).prctl
+    prctl = getattr(ctypes.CDLL(None), "prctl", lambda *_: None)  # Linux only
     # Processes whose parent ends become children of this one.
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # A signal writes to this pipe and so ends the select() below; SIGCHLD reports the end of the command.
-    wake, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    wake, waker = os.pipe()
+    os.set_blocking(waker, False)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     # The trainer handles Ctrl-C and the scheduler's signals, and closes the pipe to end this process.
     for number in _SIGNALS:
@@ -65,7 +66,7 @@ def main() -> int:
     return code if code >= 0 else 128 - code
 
 
-def _become(command: list[str], prctl: Callable[..., int]) -> None:
+def _become(command: list[str], prctl: Any) -> None:
     """In the child: run the command in a session of its own; the kernel kills it if the reaper is killed."""
     try:
         os.setsid()
@@ -93,7 +94,7 @@ def _collect() -> dict[int, int]:
 
 def _children() -> list[int]:
     found = []
-    for name in os.listdir("/proc"):
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
                 # The name, in parentheses, may contain parentheses; the parent is the second field after the last one.

@@ -37,7 +37,7 @@ from gspo.sampling import (
     experts_of,
     fetch_weights,
 )
-from gspo.system import Launched
+from gspo.system import Launched, num_cores
 from gspo.train import device_and_dtype, sampling_params, sends_adapter, set_trained_part
 
 
@@ -155,8 +155,7 @@ def _environment(config: Config, layout: Layout, on_cpu: bool) -> dict[str, str]
         "PYTHONPATH": os.pathsep.join(filter(None, (str(WORKER_FOLDER), os.environ.get("PYTHONPATH")))),
     }
     if on_cpu:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = config.threads or max(cores // max(layout.num_samplers, 1), 1)
+        threads = config.threads or max(num_cores() // max(layout.num_samplers, 1), 1)
         # Every server numbers the cores from 0: bound threads of several servers would share the same cores.
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))

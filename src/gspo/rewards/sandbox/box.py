@@ -17,6 +17,7 @@ import select
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from types import TracebackType
@@ -217,6 +218,8 @@ def unavailable() -> str:
     global _works
     if _works:
         return ""
+    if sys.platform != "linux":
+        return "bubblewrap and seccomp exist on Linux only"
     if shutil.which("bwrap") is None:
         return "bubblewrap is not installed; install the Debian package `bubblewrap` (apt-get install bubblewrap)"
     if filter_program() is None:

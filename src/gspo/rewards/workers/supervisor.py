@@ -32,7 +32,7 @@ from typing import Any
 from gspo.rewards.call import GRACE_S, HEARTBEAT_S, LENGTH
 from gspo.rewards.functions.builtin import PRELOAD
 from gspo.rewards.workers.worker import CLOCK, run_worker, set_clock
-from gspo.system import adopt_orphans, all_processes, descendants, describe_exit, install_command, kill, kill_group
+from gspo.system import adopt_orphans, descendants, describe_exit, install_command, kill, kill_group, own_children
 
 
 @dataclass
@@ -95,21 +95,17 @@ _MAX_LOG, _KEPT_LOG = 64 << 20, 1 << 20  # bytes of rewards.log, and how many of
 
 
 def next_dead() -> int | None:
-    try:
-        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return None
-    return found.si_pid if found else None
+    with contextlib.suppress(ChildProcessError):
+        if found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            return found.si_pid
 
 
 def collect(pid: int, timeout_s: float = 1.0) -> None:
     """Wait for a killed child; give up if the kernel cannot end it yet (blocked in a device)."""
     deadline = time.monotonic() + timeout_s
-    try:
+    with contextlib.suppress(ChildProcessError):
         while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
             time.sleep(0.001)  # wait: a second or less, the supervisor
-    except ChildProcessError:
-        pass
 
 
 def kill_orphans(spare: Container[int]) -> None:
@@ -117,7 +113,7 @@ def kill_orphans(spare: Container[int]) -> None:
     deadline = time.monotonic() + _KILL_S
     while time.monotonic() < deadline:  # the children of a killed orphan become orphans in turn
         # One look at the process table for all orphans: there may be hundreds.
-        orphans = [pid for pid, parent in all_processes() if parent == os.getpid() and pid not in spare]
+        orphans = [pid for pid in own_children() if pid not in spare]
         if not orphans:
             return
         kill_all([*descendants(*orphans), *orphans])
@@ -148,9 +144,7 @@ def shorten_log(fd: int) -> None:
     """
     size = os.fstat(fd).st_size
     if size > _MAX_LOG:
-        with open(f"/proc/self/fd/{fd}", "rb") as file:
-            file.seek(size - _KEPT_LOG)
-            kept = file.read(_KEPT_LOG)
+        kept = os.pread(fd, _KEPT_LOG, size - _KEPT_LOG)
         os.ftruncate(fd, 0)
         os.write(fd, f"[{size - len(kept)} bytes of output were removed: the log was too long]\n".encode() + kept)
 
@@ -203,7 +197,7 @@ class Supervisor:
                     if not self.read_trainer():
                         return
                 elif key.fileobj == self.wake_fd:
-                    os.read(self.wake_fd, 4096)  # wait: none, the pipe does not block
+                    os.read(self.wake_fd, 4096)  # wait: none, the selector has reported a signal
                 elif key.data in self.workers:
                     self.read_worker(self.workers[key.data])
                     self.write_worker(self.workers[key.data])
@@ -491,7 +485,8 @@ def main(fd: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
     # A signal writes one byte into this pipe, which wakes the selector.
-    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     # As a subreaper this process becomes the parent of orphans, so `kill_orphans` can find them.
     adopt_orphans()

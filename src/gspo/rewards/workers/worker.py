@@ -7,6 +7,7 @@ page can only shorten the time of a call: the supervisor has its own deadline fo
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -124,8 +125,6 @@ def _isolate(settings: dict[str, Any]) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     # No core dumps: a crash of reward code would write one file per call.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    try:
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
-    except OSError:
-        pass  # not Linux, or forbidden in this container; the memory limit above still applies
+    # Not Linux, or forbidden in this container: the memory limit above still applies.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")

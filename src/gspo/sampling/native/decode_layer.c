@@ -8,10 +8,15 @@
    Shapes: K key/value heads, E query heads per key/value head, D head dimension. */
 
 #include <math.h>
-#include <omp.h>
 #include <stdint.h>
 
 #include "product.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+#else
+#define omp_get_thread_num() 0
+#endif
 
 struct layer {
     /* weights; the biases and the norms of queries and keys may be NULL */

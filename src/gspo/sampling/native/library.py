@@ -24,10 +24,11 @@ import torch
 from torch.profiler import record_function
 
 from gspo.models import cache as model_cache
-from gspo.system import fsync, kill_group, sha256
+from gspo.system import fsync, instruction_set, kill_group, sha256
 
 _FOLDER = Path(__file__).parent
-_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
+_TUNED = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"  # clang's flag on ARM
+_FLAGS, _OPENMP = ["-O3", _TUNED, "-fPIC"], ["-fopenmp"]
 _COMPILE_S = 60.0
 
 
@@ -52,7 +53,7 @@ def load_library() -> Library:
 
 def sources_digest() -> str:
     """Eight digits that change with the C sources and the flags of the compiler: other ones may round differently."""
-    return hashlib.sha256("\0".join([*_texts(), *_FLAGS]).encode()).hexdigest()[:8]
+    return hashlib.sha256("\0".join([*_texts(), *_FLAGS, *_OPENMP]).encode()).hexdigest()[:8]
 
 
 def named_in_timeline(name: str) -> AbstractContextManager[Any]:
@@ -68,7 +69,7 @@ def _texts() -> list[str]:
 def _compiled(compiler: str) -> Path:
     """The library in the cache, compiled if it is not there."""
     version = _run([compiler, "--version"])
-    key = "\0".join([*_texts(), version, " ".join(_FLAGS), _processor(), torch.__version__])
+    key = "\0".join([*_texts(), version, " ".join(_FLAGS + _OPENMP), instruction_set(), torch.__version__])
     folder = model_cache.root() / "native"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     # A user who can write to this folder can run code in this process.
@@ -105,18 +106,21 @@ def _is_private(place: Path, kind: int) -> bool:
 
 
 def _build(compiler: str, out: Path) -> Path:
-    # Linked without an OpenMP library, it takes the one that PyTorch has loaded: two would compete for the cores.
     sources = [str(path) for path in sorted(_FOLDER.glob("*.c"))]
     parts = [str(out.with_name(f"{Path(source).stem}.o")) for source in sources]
-    for source, part in zip(sources, parts, strict=True):
-        _run([compiler, *_FLAGS[:-1], "-c", source, "-o", part])
-    _run([compiler, "-shared", *parts, "-lm", "-o", str(out)])
-    try:
-        ctypes.CDLL(str(out))
-    except OSError:  # another OpenMP than PyTorch's
-        out.unlink()
-        _run([compiler, *_FLAGS, *sources, "-lm", "-o", str(out)])
-    return out
+    problem = OSError("no sources")
+    # Linked without an OpenMP library, it takes the one that PyTorch has loaded: two would compete for the cores. If
+    # PyTorch has another one, the compiler's own is linked. Without OpenMP (Apple's clang), it runs in one thread.
+    for compiled, linked in ((_OPENMP, []), (_OPENMP, _OPENMP), ([], [])):
+        try:
+            for source, part in zip(sources, parts, strict=True):
+                _run([compiler, *_FLAGS, *compiled, "-c", source, "-o", part])
+            _run([compiler, "-shared", *linked, *parts, "-lm", "-o", str(out)])
+            ctypes.CDLL(str(out))
+            return out
+        except OSError as error:
+            problem = error
+    raise problem
 
 
 def _run(command: list[str]) -> str:
@@ -131,15 +135,6 @@ def _run(command: list[str]) -> str:
     if process.returncode:
         raise OSError(f"exit code {process.returncode}: {problem.strip()[:200]}")
     return out
-
-
-def _processor() -> str:
-    """The instruction set: a library for another one could end the process."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.machine())
 
 
 def _first_line(error: Exception) -> str:

@@ -15,9 +15,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gspo.system import parse_json, read_regular
-
-SHM = Path("/dev/shm")
+from gspo.system import SHM, parse_json, read_regular
 
 
 class Address(NamedTuple):

@@ -50,7 +50,7 @@ from gspo.learner import (
 from gspo.models import check_replay, embedded, freeze_vision, load_model, load_tokenizer, vision_parameters
 from gspo.runs import checkpoint, code_digest
 from gspo.sampling import product_name
-from gspo.system import Launched, beat, by_name, source_file, step_name
+from gspo.system import Launched, beat, by_name, num_cores, source_file, step_name
 from gspo.train.update import Rates, Updater, UpdateSettings
 
 if TYPE_CHECKING:
@@ -72,10 +72,7 @@ def set_threads(config: Config, processes_here: int = 1) -> int:
     `threads`, else OMP_NUM_THREADS, which PyTorch's users set, else the cores shared by the processes on this machine.
     """
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    if not (threads := config.threads or (int(asked) if asked.isdecimal() else 0)):
-        # The affinity mask, because a container or scheduler may allow fewer cores than the machine has.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        threads = max((cores or 1) // processes_here, 1)
+    threads = config.threads or (int(asked) if asked.isdecimal() else 0) or max(num_cores() // processes_here, 1)
     torch.set_num_threads(threads)
     return torch.get_num_threads()
 

@@ -25,8 +25,8 @@ from gspo.data import Data
 from gspo.diagnosis import Diagnosis
 from gspo.learner import Learner
 from gspo.monitor import Display, Loggers
-from gspo.runs import RunDir, Saver, State, checkpoint, resume, versions_and_hardware
-from gspo.system import Every, read_jsonl, step_name, to_json, write_run_file
+from gspo.runs import RunDir, Saver, State, checkpoint, resume
+from gspo.system import Every, read_jsonl, step_name, to_json, versions_and_hardware, write_run_file
 from gspo.train.build.given import Given
 from gspo.train.build.learner import alphabet_warning, device_and_dtype, first_proximal_source
 from gspo.train.record import Recorder

@@ -26,7 +26,7 @@ function showHeadline() {
   $("name").textContent = inertLine(run.name);
   $("figures").replaceChildren(...run.figures.map((f) => el("div", { class: "figure" }, el("div", { class: "name" }, f.name), el("div", { class: "value" }, f.value), el("div", { class: "more" }, f.note))));
   const words = { good: ["good", "✓ yes"], note: ["note-worthy", "! look"], bad: ["bad", "✗ no"] };
-  const said = { "Was anything clipped, and why?": { good: "✓ some", bad: "✗ most", note: "! none" }, "What next?": { good: "", note: "→ try", bad: "→ change" }, "Was sampling wasted?": { good: "✓ no", note: "! much" }, "Is my ε sensible?": { good: "✓ yes", note: "! look", bad: "✗ no" } };
+  const said = { "Was anything clipped, and why?": { good: "✓ some", bad: "✗ most", note: "! none" }, "What next?": { good: "✓ fine", note: "→ try", bad: "→ change" }, "Was sampling wasted?": { good: "✓ no", note: "! much" }, "Is my ε sensible?": { good: "✓ yes", note: "! look", bad: "✗ no" } };
   $("cards").replaceChildren(...run.answers.map((a) => {
     const [kind, word] = words[a.verdict] || ["", ""];
     const go = () => { if (a.section === "samples") showSamples("farthest"); };

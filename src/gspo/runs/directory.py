@@ -73,8 +73,9 @@ class RunDir:
 
         self.lock.check()
         name = step_name(step)
-        reached("record.samples")
-        _write_rows(self.path / "samples" / f"{name}.jsonl", rows)
+        with write_run_file(self.path / "samples" / f"{name}.jsonl") as tmp:
+            reached("record.samples")
+            tmp.write_text("".join(to_json(row) + "\n" for row in rows), encoding="utf-8")
         if tokens:
             with write_run_file(self.path / "samples" / f"{name}.safetensors") as tmp:
                 save_file(dict(tokens), tmp)

@@ -229,3 +229,14 @@ def test_collapse_is_found_in_recorded_runs_and_in_no_healthy_one():
     assert counts[False, False] > 1100
     assert counts[False, True] == 0
     assert counts[True, True] > 0.85 * (counts[True, True] + counts[True, False])
+
+
+def test_a_run_that_recovered_is_judged_by_its_end_and_an_unknown_cause_names_no_key():
+    from gspo.report import advise_on
+
+    held_out = [{"step": 0, "eval/accuracy": 0.3, "eval/accuracy_ci": 0.05, "eval/reward": 0.3}]
+    for end, words in ((0.9, "The run is done."), (0.05, "Read the samples")):
+        rows = [*held_out, *({"step": s} | r for s, r in enumerate(rewards(0.8, 0.8, 0.1, 0.1, 0.1), 1))]
+        rows[-1] |= {"eval/accuracy": end, "eval/accuracy_ci": 0.05, "eval/reward": end, "eval/problems": 512}
+        said = advise_on(rows, {"train_dataset": {"batch_size": 32}}, by_sequence=True, done=True)
+        assert said["text"].startswith(words)

@@ -124,7 +124,7 @@ class Diagnosis:
                     row, f"the reward fell from {before.mean:.3g} (step {before.step}) to {now.mean:.3g}"
                 )
             self._has_collapsed = is_low and (is_collapse or self._has_collapsed)
-        if before is None or now.mean >= before.mean or (before.step == row["step"] - 1 and len(self._last) < 2):
+        if before is None or now.mean >= before.mean:
             self._best = now
             self._jump = row if row.get("ratio/log_s_mean") is not None else None
 
@@ -172,7 +172,7 @@ class Diagnosis:
         cause, change = self._evidence(row) or (
             f"the metrics do not show why; read samples of these steps, and compare with a run at a lower "
             f"actor.optimizer.lr (it is {row.get('optimizer/lr') or 0.0:.3g})",
-            "actor.optimizer.lr lower",
+            "",
         )
         return self._finding(row, "collapse", f"{what}: {cause}", change)
 

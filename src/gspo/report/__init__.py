@@ -6,7 +6,7 @@ from gspo.system import face
 
 if TYPE_CHECKING:
     # fmt: off
-    from gspo.report.advice import advise
+    from gspo.report.advice import advise, advise_on
     from gspo.report.card import CONFIG, Exported, model_card
     from gspo.report.cards import answers
     from gspo.report.comparison import compare

@@ -13,7 +13,7 @@ from gspo.report.samples import finite_number
 from gspo.report.summary import RunSummary, summary_of
 
 WASTED = 0.5  # share of groups with equal rewards above which sampling others pays
-STILL = 1e-5  # median of the mean |log s| below which the updates do not move the policy
+STILL = 1e-5  # mean spread of log s below which the updates do not move the policy
 SEVERE = ("collapse", "update too large")  # findings that explain a run by themselves
 TOO_FEW = 4  # steps of a half below which a trend is not judged
 
@@ -41,28 +41,33 @@ def _wasted(steps: Sequence[Row]) -> Answer | None:
 
 def next_steps(s: RunSummary, steps: Sequence[Row], found: Sequence[Finding], done: bool) -> list[Answer]:
     """The cards that advise. found: in the order of steps; done: all planned steps ran."""
-    severe = any(finding.name in SEVERE for finding in found)
+    severe = not has_learned(s) and any(finding.name in SEVERE for finding in found)
     cards = [_next(s, steps, found, done), None if severe else _wasted(steps)]
     return [one for one in cards if one is not None]
 
 
 def advise(run: Path) -> Answer | None:
-    """ "What next?" of a run directory; None: no step yet."""
-    rows, by_sequence = read_metrics(run), has_sequence_ratio(run)
-    summary, config = summary_of(rows, by_sequence), read_config(run)
-    done = status_of(run, summary.steps, config) == "finished"
-    return _next(summary, [row for row in rows if row["step"] > 0], findings(rows, config, by_sequence), done)
+    """The card "What next?" of a run directory; None: no step yet."""
+    rows, config = read_metrics(run), read_config(run)
+    done = status_of(run, max((row["step"] for row in rows), default=0), config) == "finished"
+    return advise_on(rows, config, has_sequence_ratio(run), done)
+
+
+def advise_on(rows: Sequence[Row], config: Row, by_sequence: bool, done: bool) -> Answer | None:
+    """The same, of what is already read."""
+    steps, found = [row for row in rows if row["step"] > 0], findings(rows, config, by_sequence)
+    return _next(summary_of(rows, by_sequence), steps, found, done)
 
 
 def _next(s: RunSummary, steps: Sequence[Row], found: Sequence[Finding], done: bool) -> Answer | None:
     if not steps:
         return None
+    if has_learned(s):  # a run that recovered is judged by its end
+        return _after_success(s, steps, done)
     severe = [finding for finding in found if finding.name in SEVERE]
     if severe:
         # The first one is the cause; later ones are its consequences.
-        return _card("bad", f"Set {severe[0].change}.", f"Step {severe[0].step}: {severe[0].text}.")
-    if has_learned(s):
-        return _after_success(s, steps, done)
+        return _of_finding(severe[0])
     return _after_failure(s, steps, found, done)
 
 
@@ -75,6 +80,11 @@ def has_learned(s: RunSummary) -> bool:
 
 def _card(verdict: str | None, text: str, more: str = "") -> Answer:
     return card("What next?", "config", verdict, text, more)
+
+
+def _of_finding(finding: Finding) -> Answer:
+    text = f"Set {finding.change}." if finding.change else "Read the samples of the steps before the warning."
+    return _card("bad", text, f"Step {finding.step}: {finding.text}.")
 
 
 def _trend(steps: Sequence[Row]) -> float:
@@ -105,9 +115,7 @@ def _after_success(s: RunSummary, steps: Sequence[Row], done: bool) -> Answer:
 def _after_failure(s: RunSummary, steps: Sequence[Row], found: Sequence[Finding], done: bool) -> Answer:
     """Why not? The first cause that the metrics show."""
     if found:
-        last = found[-1]
-        text = f"Set {last.change}." if last.change else "Look at the samples."
-        return _card("bad", text, f"Step {last.step}: {last.text}.")
+        return _of_finding(found[-1])
     truncated, equal = mean_of(steps[-5:], "length/truncated"), mean_of(steps, "reward/zero_variance_groups")
     if truncated is not None and truncated > 0.5:
         reason = f"{percent(truncated, 0)} of the completions were cut off at the limit."

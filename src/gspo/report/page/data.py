@@ -11,7 +11,7 @@ from typing import Any
 
 from gspo.diagnosis import findings
 from gspo.errors import ConfigError
-from gspo.report.advice import SEVERE, next_steps
+from gspo.report.advice import SEVERE, has_learned, next_steps
 from gspo.report.cards import HIGH_OVER_LOW, answers, clipped_share, last, shown, suggest_eps, time_parts
 from gspo.report.read import Row, is_by_sequence, read_config, status_of
 from gspo.report.samples import finite_number
@@ -32,7 +32,9 @@ def overview(
     steps = [row for row in rows if row["step"] > 0]
     summary = summary_of(rows, is_by_sequence(config))
     found = findings(rows, config, summary.by_sequence)
-    summary = replace(summary, collapsed=summary.collapsed or any(f.name in SEVERE for f in found))
+    summary = replace(
+        summary, collapsed=summary.collapsed or (not has_learned(summary) and any(f.name in SEVERE for f in found))
+    )
     noise = last(steps, "noise/log_s_p95_abs")
     share, suggested = clipped_share(summary), None
     actor = config.get("actor")
